@@ -1,0 +1,59 @@
+"""Every Python example that a reader can copy runs: the blocks of the READMEs and of the documentation.
+
+A page is one program: its blocks run in order, in one process of their own, with one thread, in an empty
+folder. A block that is not meant to run is fenced as `text`, `console` or `yaml`, not as `python`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+
+
+def program(page: Path) -> str:
+    """The blocks of a page, each at the line where it stands, so that a traceback points into the page."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * (text.count("\n") + 1)
+    for block in FENCE.finditer(text):
+        start = text.count("\n", 0, block.start(1))
+        for offset, line in enumerate(block[1].splitlines()):
+            lines[start + offset] = line
+    return "\n".join(lines)
+
+
+def has_example(page: Path) -> bool:
+    """Whether a page has a block to run."""
+    return FENCE.search(page.read_text(encoding="utf-8")) is not None
+
+
+WITH_EXAMPLES = [page for page in PAGES if has_example(page)]
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_run(page: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "example.py"
+    copy.write_text(program(page), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(copy)],
+        cwd=tmp_path,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, f"an example of {page.relative_to(ROOT)} fails:\n{result.stderr}"
+
+
+def test_readmes_have_an_example() -> None:
+    readmes = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+    assert [page.relative_to(ROOT) for page in readmes if not has_example(page)] == []
