@@ -1,0 +1,129 @@
+"""Shardweave's base: who is who, and how they talk.
+
+======================  =====================================================================================
+mesh                    :class:`Mesh`, :class:`Axis`: the world's ranks as a grid with named axes
+runtime                 :func:`init`, :func:`shutdown`, :func:`session`: how a rank begins and ends
+collectives             :func:`all_reduce`, :func:`all_gather`, :func:`reduce_scatter`, :func:`all_to_all`,
+                        :func:`broadcast`, :func:`barrier`, :func:`send`, :func:`receive`, :func:`exchange`;
+                        each also as ``start_...``, which returns a :class:`Pending`
+autograd                :func:`copy_to`, :func:`reduce_from`, :func:`gather_for`, ...: pairs of forward and backward
+sharding                :class:`Sharding`: how one parameter is laid out; written by one, read by all
+gradients               :func:`sum_partial_gradients`, :func:`gradient_norm`, :func:`clip_gradients`
+readiness               :func:`gradient_work`, :class:`WeightGradients`: when a gradient is final
+ledger                  :class:`Ledger`: every byte, by axis, kind and link
+random                  :func:`named_generator`, :func:`keyed_dropout`: random numbers that do not know the layout
+testing                 :func:`shardweave.comm.testing.run_ranks`, ``@pytest.mark.ranks(n)``
+======================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .autograd import (
+    copy_to,
+    exchange_between,
+    gather_for,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+from .axis import Axis
+from .collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
+    start_reduce_scatter,
+)
+from .gradients import clip_gradients, gradient_norm, sum_partial_gradients
+from .ledger import Ledger, LedgerKey, Traffic
+from .mesh import Mesh, mesh_ranks
+from .p2p import Message, exchange, receive, send, start_receive, start_send
+from .partition import split_range, split_sizes
+from .pending import Pending
+from .random import (
+    DropoutStreams,
+    combine_keys,
+    keyed_dropout,
+    keyed_uniform,
+    named_generator,
+    named_seed,
+)
+from .readiness import GradientWork, Subscription, WeightGradients, gradient_work
+from .runtime import init, session, shutdown
+from .sharding import (
+    Sharding,
+    Split,
+    counts_here,
+    full_index,
+    name_parameters,
+    set_sharding,
+    sharding_of,
+)
+
+__all__ = [
+    "Axis",
+    "DropoutStreams",
+    "GradientWork",
+    "Ledger",
+    "LedgerKey",
+    "Mesh",
+    "Message",
+    "Pending",
+    "Sharding",
+    "Split",
+    "Subscription",
+    "Traffic",
+    "WeightGradients",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "clip_gradients",
+    "combine_keys",
+    "copy_to",
+    "counts_here",
+    "exchange",
+    "exchange_between",
+    "full_index",
+    "gather_for",
+    "gather_from",
+    "gradient_norm",
+    "gradient_work",
+    "init",
+    "keyed_dropout",
+    "keyed_uniform",
+    "mesh_ranks",
+    "name_parameters",
+    "named_generator",
+    "named_seed",
+    "receive",
+    "reduce_from",
+    "reduce_scatter",
+    "reduce_scatter_to",
+    "scatter_to",
+    "send",
+    "session",
+    "set_sharding",
+    "sharding_of",
+    "shutdown",
+    "split_range",
+    "split_sizes",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_receive",
+    "start_reduce_scatter",
+    "start_send",
+    "sum_partial_gradients",
+]

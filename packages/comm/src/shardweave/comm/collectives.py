@@ -1,0 +1,287 @@
+"""The collectives, as functions of a tensor and an axis.
+
+What ``torch.distributed`` leaves to its callers is settled here once: non-contiguous tensors give right
+results (gloo silently returns wrong ones), parts may be uneven, sums are taken in an order that does not
+depend on timing, an axis of one rank costs nothing, and every byte is in the ledger.
+
+Each collective comes twice: ``all_reduce`` waits, ``start_all_reduce`` returns a :class:`Pending` whose
+``wait`` gives the result. All members of the axis make the same calls in the same order.
+
+How they are composed on gloo, and on axes without a group of their own (measured on torch 2.13, see
+``algorithms.py``), is decided in ``algorithms.py``; here are the shapes and the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import algorithms
+from .axis import Axis
+from .ledger import Traffic
+from .p2p import contiguous_like
+from .pending import Pending
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_reduce_scatter",
+]
+
+OPERATIONS = ("sum", "mean", "max", "min")
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Combines ``tensor`` over the ranks of the axis, **in place**, and returns it.
+
+    Every rank ends with the same bits. ``op``: ``sum``, ``mean``, ``max`` or ``min``; ``mean`` needs a
+    floating-point tensor and divides after the sum.
+    """
+    return start_all_reduce(tensor, axis, op).wait()
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
+    """Launches :func:`all_reduce`."""
+    _check_operation("all_reduce", tensor, op)
+    if axis.size == 1:
+        return Pending.ready(tensor)
+    data = tensor.detach()
+    buffer = contiguous_like(data)
+    if buffer is not data:
+        buffer.copy_(data)
+    steps = algorithms.all_reduce(buffer, axis, "sum" if op == "mean" else op)
+
+    def finish() -> Tensor:
+        steps.finish()
+        if op == "mean":
+            buffer.div_(axis.size)
+        if buffer is not data:
+            data.copy_(buffer)
+        return tensor
+
+    return _counted("all_reduce", axis, steps, finish, tensor.numel(), tensor.element_size())
+
+
+def all_gather(
+    tensor: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The parts of all ranks, concatenated along ``dim`` in axis order.
+
+    ``sizes``: the length of every rank's part along ``dim`` when they are uneven; ``None``: all as mine.
+    ``out``: a contiguous tensor for the result; ``tensor`` may be this rank's part of it (in place).
+    """
+    return start_all_gather(tensor, axis, dim, sizes=sizes, out=out).wait()
+
+
+def start_all_gather(
+    tensor: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None, out: Tensor | None = None
+) -> Pending[Tensor]:
+    """Launches :func:`all_gather`."""
+    dim = _check_dim("all_gather", tensor, dim)
+    lengths = _check_sizes("all_gather", axis, sizes, tensor.shape[dim])
+    if lengths[axis.rank] != tensor.shape[dim]:
+        raise ValueError(
+            f"all_gather over {axis!r}: sizes say that this rank has {lengths[axis.rank]} along dim {dim}, "
+            f"but its tensor is {tuple(tensor.shape)}"
+        )
+    shape = list(tensor.shape)
+    shape[dim] = sum(lengths)
+    result = _check_out("all_gather", tensor, shape, out)
+    if axis.size == 1:
+        if result.data_ptr() != tensor.data_ptr() or result.numel() == 0:
+            result.copy_(tensor.detach())
+        return Pending.ready(result)
+    # With dim in front the parts of the result are blocks of memory, and each is received where it belongs.
+    direct = dim == 0
+    front = [sum(lengths), *shape[:dim], *shape[dim + 1 :]]
+    gathered = result if direct else tensor.new_empty(front)
+    mine = tensor.detach() if direct else tensor.detach().movedim(dim, 0)
+    steps = algorithms.all_gather(mine.contiguous(), gathered, lengths, axis)
+
+    def finish() -> Tensor:
+        steps.finish()
+        if not direct:
+            result.copy_(gathered.movedim(0, dim))
+        return result
+
+    return _counted("all_gather", axis, steps, finish, result.numel(), tensor.element_size())
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    axis: Axis,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    op: str = "sum",
+) -> Tensor:
+    """This rank's part, along ``dim``, of the sum of all ranks' tensors. ``tensor`` is not changed.
+
+    ``sizes``: the length of every rank's part when they are uneven; ``None``: equal parts. ``out``: a
+    contiguous tensor for the part; it may be of a wider dtype than ``tensor``, the sum is then taken in it.
+    Low-precision tensors are summed in float32 and rounded once. ``op``: ``sum`` or ``mean``.
+    """
+    return start_reduce_scatter(tensor, axis, dim, sizes=sizes, out=out, op=op).wait()
+
+
+def start_reduce_scatter(
+    tensor: Tensor,
+    axis: Axis,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    op: str = "sum",
+) -> Pending[Tensor]:
+    """Launches :func:`reduce_scatter`."""
+    _check_operation("reduce_scatter", tensor, op, ("sum", "mean"))
+    dim = _check_dim("reduce_scatter", tensor, dim)
+    if sizes is None and tensor.shape[dim] % axis.size:
+        raise ValueError(
+            f"reduce_scatter over {axis!r}: {tensor.shape[dim]} along dim {dim} does not divide into "
+            f"{axis.size} equal parts; pass sizes"
+        )
+    lengths = _check_sizes("reduce_scatter", axis, sizes, tensor.shape[dim] // axis.size)
+    if sum(lengths) != tensor.shape[dim]:
+        raise ValueError(
+            f"reduce_scatter over {axis!r}: sizes {tuple(lengths)} do not sum to the {tensor.shape[dim]} "
+            f"along dim {dim} of {tuple(tensor.shape)}"
+        )
+    shape = list(tensor.shape)
+    shape[dim] = lengths[axis.rank]
+    result = _check_out("reduce_scatter", tensor, shape, out, same_dtype=False)
+    if axis.size == 1:
+        if result.data_ptr() != tensor.data_ptr() or result.numel() == 0:
+            result.copy_(tensor.detach())
+        return Pending.ready(result)
+    steps, reduced = algorithms.reduce_scatter(
+        tensor.detach().movedim(dim, 0).contiguous(), result if dim == 0 else None, lengths, axis
+    )
+
+    def finish() -> Tensor:
+        steps.finish()
+        if reduced is not result:
+            result.copy_(reduced.movedim(0, dim))
+        return result.div_(axis.size) if op == "mean" else result
+
+    return _counted("reduce_scatter", axis, steps, finish, tensor.numel(), tensor.element_size())
+
+
+def all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Cuts ``tensor`` along ``split_dim``, sends part i to rank i, concatenates along ``concat_dim``.
+
+    ``split_dim`` has to divide into equal parts, one a rank.
+    """
+    return start_all_to_all(tensor, axis, split_dim=split_dim, concat_dim=concat_dim).wait()
+
+
+def start_all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Pending[Tensor]:
+    """Launches :func:`all_to_all`."""
+    split_dim = _check_dim("all_to_all", tensor, split_dim)
+    concat_dim = _check_dim("all_to_all", tensor, concat_dim)
+    if tensor.shape[split_dim] % axis.size:
+        raise ValueError(
+            f"all_to_all over {axis!r}: {tensor.shape[split_dim]} along dim {split_dim} does not divide into "
+            f"{axis.size} equal parts"
+        )
+    if axis.size == 1:
+        return Pending.ready(tensor.detach().clone())
+    parts = torch.stack(tensor.detach().chunk(axis.size, split_dim))
+    received = torch.empty_like(parts)
+    steps = algorithms.all_to_all(parts, received, axis)
+
+    def finish() -> Tensor:
+        steps.finish()
+        return torch.cat(received.unbind(0), concat_dim)
+
+    return _counted("all_to_all", axis, steps, finish, tensor.numel(), tensor.element_size())
+
+
+def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrites ``tensor`` **in place** with that of position ``source``, and returns it."""
+    return start_broadcast(tensor, axis, source).wait()
+
+
+def start_broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending[Tensor]:
+    """Launches :func:`broadcast`."""
+    if not 0 <= source < axis.size:
+        raise ValueError(f"broadcast: source {source} is not a position of {axis!r}")
+    if axis.size == 1:
+        return Pending.ready(tensor)
+    data = tensor.detach()
+    buffer = contiguous_like(data)
+    if buffer is not data and axis.rank == source:
+        buffer.copy_(data)
+    steps = algorithms.broadcast(buffer, axis, source)
+
+    def finish() -> Tensor:
+        steps.finish()
+        if buffer is not data and axis.rank != source:
+            data.copy_(buffer)
+        return tensor
+
+    return _counted("broadcast", axis, steps, finish, tensor.numel(), tensor.element_size())
+
+
+def barrier(axis: Axis) -> None:
+    """Returns when every rank of the axis has called it."""
+    all_reduce(torch.zeros(1, device=_device(axis)), axis)
+
+
+def _device(axis: Axis) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator if accelerator is not None and axis.group is not None else torch.device("cpu")
+
+
+def _counted(
+    kind: str, axis: Axis, steps: algorithms.Steps, finish: Callable[[], Tensor], elements: int, width: int
+) -> Pending[Tensor]:
+    traffic = Traffic(1, elements, elements * width, steps.sent)
+    return Pending(steps.works, finish, axis=axis, kind=kind, traffic=traffic)
+
+
+def _check_operation(name: str, tensor: Tensor, op: str, allowed: Sequence[str] = OPERATIONS) -> None:
+    if op not in allowed:
+        raise ValueError(f"{name}: operation {op!r} is not one of {', '.join(allowed)}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise ValueError(
+            f"{name}: the mean of {tensor.dtype} would be cut to integers; take the sum, or convert the tensor"
+        )
+
+
+def _check_dim(name: str, tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{name}: dim {dim} does not exist in a tensor of shape {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def _check_sizes(name: str, axis: Axis, sizes: Sequence[int] | None, length: int) -> list[int]:
+    if sizes is None:
+        return [length] * axis.size
+    if len(sizes) != axis.size or min(sizes) < 0:
+        raise ValueError(f"{name}: sizes {tuple(sizes)} have to be {axis.size} lengths, one a rank of {axis!r}")
+    return list(sizes)
+
+
+def _check_out(
+    name: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None, same_dtype: bool = True
+) -> Tensor:
+    if out is None:
+        return tensor.detach().new_empty(tuple(shape))
+    if list(out.shape) != list(shape) or not out.is_contiguous() or (same_dtype and out.dtype != tensor.dtype):
+        raise ValueError(
+            f"{name}: out has to be a contiguous {tensor.dtype} tensor of shape {tuple(shape)}; "
+            f"it is {out.dtype} of shape {tuple(out.shape)}"
+        )
+    return out.detach()

@@ -1,0 +1,135 @@
+"""When a gradient is final, and weight gradients that are put off.
+
+Autograd knows when it has added something to ``.grad``; it does not know whether more is to come: from the
+next micro-batch, or from a weight-gradient product that a zero-bubble schedule computes later. So neither
+autograd's hook nor "the last backward" is the place to start reducing. The last piece of work on a gradient
+says so through this module, and who reduces (``zero``) listens. Pipeline, layers and optimizer meet here
+without knowing of each other::
+
+    pipeline    hold() before the first micro-batch, release() before the last one's backward
+    layer       defer() when it puts a weight gradient off, complete() when it has added it to .grad
+    autograd    arrived() after each accumulation into .grad
+    zero        subscribe(listener)
+
+    final  =  something arrived or was completed, while nothing is held and nothing is deferred
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["GradientWork", "Subscription", "WeightGradients", "gradient_work"]
+
+_ATTRIBUTE = "_shardweave_gradient_work"
+
+Listener = Callable[[Tensor], None]
+
+
+class Subscription:
+    """Ends a subscription with :meth:`remove`."""
+
+    def __init__(self, listeners: list[tuple[Listener, bool]], entry: tuple[Listener, bool]) -> None:
+        self._listeners, self._entry = listeners, entry
+
+    def remove(self) -> None:
+        """The listener is not called any more. May be called twice."""
+        if self._entry in self._listeners:
+            self._listeners.remove(self._entry)
+
+
+class GradientWork:
+    """The work that is still owed to one parameter's gradient. Get it with :func:`gradient_work`."""
+
+    def __init__(self) -> None:
+        self.queue: WeightGradients | None = None
+        """Where layers put this parameter's weight-gradient work; ``None``: they do it at once."""
+        self._held = 0
+        self._deferred = 0
+        self._listeners: list[tuple[Listener, bool]] = []
+        self._hook: Any = None
+
+    @property
+    def final(self) -> bool:
+        """Whether a gradient that arrived by now would be final."""
+        return not self._held and not self._deferred
+
+    def hold(self) -> None:
+        """More micro-batches follow: what arrives is not final. Counted; each needs a :meth:`release`."""
+        self._held += 1
+
+    def release(self) -> None:
+        """Takes one :meth:`hold` back. It does not make what already arrived final."""
+        if not self._held:
+            raise RuntimeError("release() without hold()")
+        self._held -= 1
+
+    def defer(self) -> None:
+        """A summand of the gradient is computed later. Counted; each needs a :meth:`complete`."""
+        self._deferred += 1
+
+    def complete(self, parameter: Tensor) -> None:
+        """A deferred summand has been added to ``parameter.grad``."""
+        if not self._deferred:
+            raise RuntimeError("complete() without defer()")
+        self._deferred -= 1
+        self.arrived(parameter)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """Something was added to ``parameter.grad``: tells the listeners."""
+        final = self.final
+        for listener, every in tuple(self._listeners):
+            if final or every:
+                listener(parameter)
+
+    def subscribe(self, parameter: Tensor, listener: Listener, every: bool = False) -> Subscription:
+        """``listener(parameter)`` is called when the gradient is final, or with ``every`` at each arrival.
+
+        ``parameter`` has to be a leaf that requires a gradient.
+        """
+        entry = (listener, every)
+        self._listeners.append(entry)
+        if self._hook is None:
+            self._hook = parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+        return Subscription(self._listeners, entry)
+
+
+def gradient_work(parameter: Tensor) -> GradientWork:
+    """The parameter's :class:`GradientWork`, made at the first call."""
+    found: Any = getattr(parameter, _ATTRIBUTE, None)
+    if isinstance(found, GradientWork):
+        return found
+    work = GradientWork()
+    setattr(parameter, _ATTRIBUTE, work)
+    return work
+
+
+class WeightGradients:
+    """A queue of weight-gradient work, to be run when the schedule has room for it.
+
+    A pipeline attaches one to the parameters of a stage (``gradient_work(p).queue = queue``). Layers that
+    support it split their backward: the input gradient at once, the rest through :meth:`put`.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[tuple[Tensor, ...], Callable[[], None]]] = []
+
+    def put(self, parameters: Sequence[Tensor], compute: Callable[[], None]) -> None:
+        """``compute`` will add to the ``.grad`` of ``parameters``; it runs in :meth:`run`, in this order."""
+        for parameter in parameters:
+            gradient_work(parameter).defer()
+        self._pieces.append((tuple(parameters), compute))
+
+    def run(self, pieces: int | None = None) -> None:
+        """Runs the oldest ``pieces`` (``None``: all that are there) and tells the parameters' listeners."""
+        count = len(self._pieces) if pieces is None else pieces
+        due, self._pieces = self._pieces[:count], self._pieces[count:]
+        for parameters, compute in due:
+            compute()
+            for parameter in parameters:
+                gradient_work(parameter).complete(parameter)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
