@@ -192,7 +192,7 @@ def build(session: nox.Session) -> None:
     shutil.rmtree(dist, ignore_errors=True)
     for package in PACKAGES:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), f"packages/{package}")
-    empty = Path(session.create_tmp()) / "empty"
+    empty = Path(session.create_tmp()).resolve() / "empty"
     shutil.rmtree(empty, ignore_errors=True)
     session.run(sys.executable, "-m", "venv", str(empty), external=True)
     (site_packages(empty) / "shardweave_base.pth").write_text(f"{site_packages(BASE)}\n", encoding="utf-8")

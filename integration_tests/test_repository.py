@@ -154,10 +154,15 @@ def _documented(module: Any, name: str) -> bool:
 
 @each_package
 def test_public_names_are_in_the_documentation(package: str) -> None:
-    """The page of a package shows every public name, and nothing that is no longer there."""
+    """The page of a package shows every public name; a name that is gone fails the strict build of the site.
+
+    A function that its module is named after is shown as `schedule.schedule`: the former alone is the module.
+    """
     page = ROOT / "docs" / "packages" / f"{package}.md"
     shown = re.findall(rf"^::: shardweave\.{package}\.([\w.]+)$", page.read_text(encoding="utf-8"), re.M)
-    assert sorted(shown) == sorted(public_names(package))
+    shown = [re.sub(r"^(\w+)\.\1$", r"\1", name) for name in shown]
+    assert [name for name in public_names(package) if name not in shown] == []
+    assert len(shown) == len(set(shown))
 
 
 @each_package
