@@ -1,0 +1,34 @@
+"""The configuration page says what the code does: the same keys and defaults, the same refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardweave.launcher import Config, load_config
+from shardweave.launcher.unbuilt import table
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def test_the_defaults_on_the_page_are_the_defaults(tmp_path: Path) -> None:
+    block = re.search(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)
+    assert block
+    file = tmp_path / "page.yaml"
+    file.write_text(block[1], encoding="utf-8")
+    assert load_config(file).plain() == Config().plain()
+    keys = {name for value in Config().plain().values() if isinstance(value, dict) for name in value}
+    assert [
+        key for key in sorted(keys | set(Config().plain())) if not re.search(rf"\b{key}:", block[1])
+    ] == []
+
+
+def test_what_is_not_built_is_said_on_the_page() -> None:
+    section = PAGE.split("## What is not built yet")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `([\w.]+)` \|", section, re.M)
+    assert sorted(listed) == sorted(".".join(str(part) for part in row.path) for row in table)
+
+
+def test_every_block_of_keys_is_described() -> None:
+    for block in [*Config.blocks().values(), Config]:
+        assert f"::: {block.__module__}.{block.__name__}\n" in PAGE
