@@ -1,0 +1,52 @@
+"""GPT-style transformers as configurations, the same training run under every layout.
+
+======================  =====================================================================================
+config                  :class:`TransformerConfig`: every number of a model, checked when it is made
+presets                 :func:`preset`: published configurations; :data:`PRESETS` lists them
+transformer             :class:`Transformer`: whole, split over a tensor axis, or one part of a pipeline
+parts                   :class:`Part`, :func:`layer_costs`, :func:`parts_from_ranges`: what a stage holds
+initialize              :func:`initial_rule`: initial values from (seed, canonical name) alone
+shapes                  :func:`parameter_shapes`, :func:`count_parameters`: names and sizes, nothing built
+flops                   :func:`flops`: operations of a step; :class:`FlopCount`
+memory                  :func:`memory`: bytes of one rank by kind; :class:`MemoryUse`
+generate                :func:`generate`: continue a text in one process
+======================  =====================================================================================
+
+The parts of a block (``norms``, ``mlp``, ``block``, ``embedding``, ``dropout``) have their own modules.
+Mixture of experts, recomputation and Hugging Face weights will be further modules beside these.
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .config import TransformerConfig
+from .flops import FlopCount, ForwardFlops, flops, forward_flops
+from .generate import generate
+from .initialize import Constant, Normal, initial_rule
+from .parts import Part, layer_costs, parts_from_ranges
+from .presets import PRESETS, preset
+from .shapes import ParameterShape, count_parameters, local_shape, parameter_shapes
+from .transformer import Transformer
+
+__all__ = [
+    "PRESETS",
+    "Constant",
+    "FlopCount",
+    "ForwardFlops",
+    "Normal",
+    "ParameterShape",
+    "Part",
+    "Transformer",
+    "TransformerConfig",
+    "__version__",
+    "count_parameters",
+    "flops",
+    "forward_flops",
+    "generate",
+    "initial_rule",
+    "layer_costs",
+    "local_shape",
+    "parameter_shapes",
+    "parts_from_ranges",
+    "preset",
+]

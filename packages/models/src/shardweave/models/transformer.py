@@ -1,0 +1,253 @@
+"""The transformer: whole in one process, split over a tensor axis, or one part of a pipeline, from one class.
+
+Inside, hidden states are ``[s, b, h]``, sequence first, so that gathering a split sequence is one contiguous
+copy::
+
+    tokens [b, s]
+      embedding (+ position) (+ embedding_norm)     the part with the embedding
+    hidden [s, b, h]   or [s/tp, b, h] with sequence parallelism: also what goes from part to part
+      layers.first ... layers.last-1
+      norm, head                                    the part with the head
+    logits [s, b, vocab/tp]
+
+The module tree spells the canonical parameter names, with global layer numbers, in every layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardweave.comm import (
+    Axis,
+    DropoutStreams,
+    gather_from,
+    name_parameters,
+    split_sizes,
+)
+from shardweave.tensor_parallel import (
+    ColumnParallelLinear,
+    Rotary,
+    VocabParallelEmbedding,
+    column_linear,
+    vocab_parallel_cross_entropy,
+)
+
+from .block import Block
+from .config import TransformerConfig
+from .dropout import Masks, streams_from_torch
+from .embedding import PositionEmbedding
+from .initialize import initialize_module
+from .norms import make_norm
+from .parts import Part
+
+__all__ = ["Transformer"]
+
+
+class Transformer(nn.Module):
+    """A GPT-style pre-norm transformer after ``config``.
+
+    Args:
+        config: the whole model's shape, also for a part.
+        tensor: the axis that splits heads, MLP features and vocabulary; ``None``: nothing is split.
+        sequence_parallel: whether hidden states between the split layers are split by sequence over
+            ``tensor`` (arXiv 2205.05198, section 4.2.2). Has no effect on an axis of one rank.
+        part: what to hold of the model; ``None``: all of it.
+        seed: of the initial values, see :meth:`initialize`.
+        device: where; ``None``: torch's default device. On ``"meta"`` nothing is allocated nor initialised:
+            call ``to_empty`` and :meth:`initialize` later.
+        dtype: of the parameters; ``None``: torch's default.
+
+    Building draws nothing from torch's default generator.
+
+    Raises:
+        ValueError: when the ranks of ``tensor`` cannot share the heads, or ``part`` reaches past the model.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tensor: Axis | None = None,
+        sequence_parallel: bool = False,
+        part: Part | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.part = part if part is not None else Part.whole(config)
+        self.axis = tensor if tensor is not None else Axis.single()
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        _check_part(config, self.part)
+        self._build(dtype)
+        name_parameters(self)
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.initialize(seed)
+
+    def _build(self, dtype: torch.dtype | None) -> None:
+        """Registers this part's modules on the meta device: their own initial draws would be thrown away."""
+        config, part, axis = self.config, self.part, self.axis
+        sequence_dim = 0 if self.sequence_parallel else None
+        partial_over = axis if self.sequence_parallel else None
+        meta = torch.device("meta")
+        if part.embedding or (part.head and config.tie_embeddings):
+            self.embedding = VocabParallelEmbedding(
+                config.vocab, config.hidden, axis, sequence_dim=sequence_dim, device=meta, dtype=dtype
+            )
+        if part.embedding and config.position == "learned":
+            self.position = PositionEmbedding(
+                config.sequence, config.hidden, partial_over=partial_over, device=meta, dtype=dtype
+            )
+        if part.embedding and config.embedding_norm:
+            self.embedding_norm = make_norm(config, partial_over=partial_over, device=meta, dtype=dtype)
+        rotary = Rotary(config.head_size, base=config.rotary_base) if config.position == "rotary" else None
+        blocks = {
+            str(layer): Block(
+                config, layer, axis, rotary=rotary, sequence_dim=sequence_dim, device=meta, dtype=dtype
+            )
+            for layer in part.layers
+        }
+        self.layers = nn.ModuleDict(blocks)
+        if part.head:
+            self.norm = make_norm(config, partial_over=partial_over, device=meta, dtype=dtype)
+        if part.head and not config.tie_embeddings:
+            self.head = ColumnParallelLinear(
+                config.hidden,
+                config.vocab,
+                axis,
+                bias=False,
+                sequence_dim=sequence_dim,
+                device=meta,
+                dtype=dtype,
+            )
+
+    def initialize(self, seed: int) -> None:
+        """Gives every parameter the value that ``seed`` and its canonical name determine.
+
+        The same in every layout and dtype (up to rounding to it): a float32 tensor of the full shape is drawn
+        on the CPU, and this rank's slice of it is kept. A tied head has the embedding's values, in whichever
+        part it is.
+        """
+        initialize_module(self, self.config, seed)
+
+    def tied_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters of which another part holds a copy that has to stay equal.
+
+        Empty when the head is not tied, or embedding and head are both here: then they are one parameter.
+        """
+        if not self.config.tie_embeddings or self.part.embedding == self.part.head:
+            return []
+        return [("embedding.weight", self.embedding.weight)]
+
+    def forward(self, x: Tensor, *, streams: DropoutStreams | None = None) -> Tensor:
+        """Hidden states or, of a part with the head, logits.
+
+        ``x``: tokens ``[b, s]`` int64 when the part holds the embedding, else the previous part's hidden
+        states ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism); hidden states come out in the same
+        shape. Logits are ``[s, b, vocab_r]``: this rank's part of the vocabulary, of the whole sequence.
+
+        ``streams``: the keys of the dropout masks, for masks that are the same in every layout. Without them,
+        in training, a seed is drawn from torch's default generator (and shared over the tensor axis); then
+        ranks that hold different samples have to be seeded differently. In evaluation nothing is dropped, nor
+        drawn.
+        """
+        sequence, batch = self._measure(x)
+        masks, start = self._masks(streams, sequence, batch, x.device)
+        if self.part.embedding:
+            x = self._embed(x, start, masks)
+        for block in self.layers.values():
+            x = block(x, masks)
+        return self._logits(self.norm(x)) if self.part.head else x
+
+    def loss(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+        """The SUM of the cross entropies of all valid tokens, 0-d, in float32 or wider, equal on all tensor
+        ranks.
+
+        ``logits`` ``[s, b, vocab_r]`` from :meth:`forward`; ``targets`` ``[b, s]`` int64, ``ignore_index``
+        where there is none. Divide by the number of valid tokens of the whole global batch: a mean taken here
+        would weigh short micro-batches too much. Without any valid token the loss is 0, and so are the
+        gradients.
+        """
+        if targets.dim() != 2 or logits.shape[:2] != targets.t().shape:
+            raise ValueError(
+                f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}: "
+                "targets are [b, s] where logits are [s, b, vocab]"
+            )
+        each = vocab_parallel_cross_entropy(
+            logits, targets.t(), self.axis, vocab_size=self.config.vocab, ignore_index=ignore_index
+        )
+        return each.sum()
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """All logits ``[s, b, vocab]`` on every rank of the tensor axis, from each rank's ``[s, b,
+        vocab_r]``."""
+        return gather_from(logits, self.axis, -1, split_sizes(self.config.vocab, self.axis.size))
+
+    def _measure(self, x: Tensor) -> tuple[int, int]:
+        """Length of the whole sequence and batch size of ``x``, checked."""
+        ranks = self.axis.size if self.sequence_parallel else 1
+        if self.part.embedding:
+            if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"tokens are [b, s] integers, not {tuple(x.shape)} of {x.dtype}")
+            batch, sequence = x.shape
+            if sequence % ranks:
+                raise ValueError(
+                    f"a sequence of {sequence} tokens does not divide over {ranks} ranks, which sequence "
+                    f"parallelism needs; use a multiple of {ranks}, or sequence_parallel=False"
+                )
+        else:
+            if x.dim() != 3 or x.shape[-1] != self.config.hidden:
+                raise ValueError(f"hidden states are [s, b, {self.config.hidden}], not {tuple(x.shape)}")
+            sequence, batch = x.shape[0] * ranks, x.shape[1]
+        if self.config.position == "learned" and sequence > self.config.sequence:
+            raise ValueError(
+                f"{sequence} tokens, but there are learned positions for {self.config.sequence}; "
+                "shorten the input or raise sequence"
+            )
+        return sequence, batch
+
+    def _masks(
+        self, streams: DropoutStreams | None, sequence: int, batch: int, device: torch.device
+    ) -> tuple[Masks, int]:
+        """The dropout masks of this pass, and the position of the first hidden state this rank holds."""
+        positions = torch.arange(sequence, device=device)
+        share = sequence // self.axis.size if self.sequence_parallel else sequence
+        start = self.axis.rank * share if self.sequence_parallel else 0
+        drops = self.training and (self.config.dropout > 0 or self.config.attention_dropout > 0)
+        if drops and streams is None:
+            streams = streams_from_torch(batch, self.axis, device)
+        masks = Masks(
+            streams if drops else None,
+            hidden=self.config.dropout,
+            attention=self.config.attention_dropout,
+            positions=positions,
+            local=positions[start : start + share],
+        )
+        return masks, start
+
+    def _embed(self, tokens: Tensor, start: int, masks: Masks) -> Tensor:
+        x: Tensor = self.embedding(tokens.t())  # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
+        if self.config.position == "learned":
+            x = self.position(x, start)
+        if self.config.embedding_norm:
+            x = self.embedding_norm(x)
+        return masks.drop(x, 0, "embedding")
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.config.tie_embeddings:
+            sequence_dim = 0 if self.sequence_parallel else None
+            return column_linear(x, [self.embedding.weight], [None], self.axis, sequence_dim=sequence_dim)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _check_part(config: TransformerConfig, part: Part) -> None:
+    if part.last > config.layers:
+        raise ValueError(
+            f"part: it ends with block {part.last - 1}, but the model has {config.layers}; the last is "
+            f"{config.layers - 1}"
+        )

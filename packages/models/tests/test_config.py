@@ -1,0 +1,68 @@
+"""Values are refused where they are given, by name and with a way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from shardweave.models import TransformerConfig
+
+_BASE: dict[str, Any] = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 11, "sequence": 6}
+
+
+def test_derived_values_of_a_gpt() -> None:
+    config = TransformerConfig(**_BASE)
+    assert (config.head_size, config.num_kv_heads, config.ffn_size, config.use_bias) == (2, 4, 32, True)
+    assert config.residual_std == 0.02 / math.sqrt(4)
+
+
+def test_derived_values_of_a_llama() -> None:
+    config = TransformerConfig(**_BASE, kv_heads=2, norm="rmsnorm", activation="swiglu")
+    assert (config.num_kv_heads, config.kv_size, config.query_size) == (2, 4, 8)
+    assert config.gated
+    assert not config.use_bias
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(4096, 11008), (5120, 13824), (128, 384), (8, 24), (100, 300)])
+def test_swiglu_width_follows_llama(hidden: int, ffn: int) -> None:
+    config = TransformerConfig(**{**_BASE, "hidden": hidden}, activation="swiglu")
+    assert config.ffn_size == ffn
+
+
+def test_replaced_fields_are_derived_again() -> None:
+    config = dataclasses.replace(TransformerConfig(**_BASE), hidden=24, heads=2)
+    assert (config.head_size, config.num_kv_heads, config.ffn_size) == (12, 2, 96)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("layers", 0, ["layers", "0", "at least 1"]),
+        ("hidden", 8.0, ["hidden", "8.0", "whole number"]),
+        ("vocab", True, ["vocab", "True"]),
+        ("heads", 3, ["heads: 3", "hidden: 8", "1, 2, 4 or 8"]),
+        ("kv_heads", 3, ["kv_heads: 3", "heads: 4", "1, 2 or 4"]),
+        ("kv_heads", 8, ["kv_heads: 8", "heads: 4"]),
+        ("ffn", 0, ["ffn", "leave it out"]),
+        ("position", "rotery", ["position", "rotery", "did you mean 'rotary'"]),
+        ("norm", "batchnorm", ["norm", "batchnorm", "layernorm, rmsnorm"]),
+        ("activation", "relu", ["activation", "relu", "swiglu"]),
+        ("dropout", 1.0, ["dropout", "1.0", "< 1"]),
+        ("attention_dropout", -0.1, ["attention_dropout", "-0.1"]),
+        ("norm_eps", 0.0, ["norm_eps", "positive"]),
+        ("init_std", math.inf, ["init_std", "finite"]),
+    ],
+)
+def test_bad_values_name_field_value_and_remedy(field: str, value: object, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        TransformerConfig(**{**_BASE, field: value})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_rotary_needs_even_heads() -> None:
+    with pytest.raises(ValueError, match=r"must be even.*it is 3"):
+        TransformerConfig(**{**_BASE, "hidden": 6, "heads": 2}, position="rotary")
