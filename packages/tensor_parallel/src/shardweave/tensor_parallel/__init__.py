@@ -1,0 +1,59 @@
+"""Tensor parallelism: each rank holds a slice of every large weight.
+
+======================  =====================================================================================
+linear                  :class:`ColumnParallelLinear`, :class:`RowParallelLinear`
+fused                   :class:`FusedColumnLinear`, :class:`FusedLayers`, :func:`fused_linear`: several
+                        column-parallel layers over one input, in one product
+embedding               :class:`VocabParallelEmbedding`
+cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
+attention               :class:`ParallelAttention`, with :class:`Rotary`, :func:`alibi_slopes`,
+:func:`alibi_bias` parallelize             :func:`parallelize`: split the layers of a module that exists, by a
+plan of names replicas                :func:`mark_partial`, :func:`check_replicas`: parameters that are not
+split features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds
+what products                :func:`column_linear`, :func:`row_linear`: the products as functions of given
+weights layer                   :class:`ParallelLayer`: base of the layers, keeps sharding records alive
+======================  =====================================================================================
+
+Layers take the one axis whose ranks share their weights; ``sequence_dim`` turns sequence parallelism on.
+Context parallelism (ring attention) and expert parallelism will be further modules beside these.
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .alibi import alibi_bias, alibi_slopes
+from .attention import ParallelAttention
+from .cross_entropy import vocab_parallel_cross_entropy
+from .embedding import VocabParallelEmbedding
+from .features import FeatureSplit, split_features, split_heads
+from .fused import FusedColumnLinear, FusedLayers, fused_linear
+from .layer import ParallelLayer
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .parallelize import parallelize
+from .products import column_linear, row_linear
+from .replicas import check_replicas, mark_partial
+from .rotary import Rotary
+
+__all__ = [
+    "ColumnParallelLinear",
+    "FeatureSplit",
+    "FusedColumnLinear",
+    "FusedLayers",
+    "ParallelAttention",
+    "ParallelLayer",
+    "Rotary",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "__version__",
+    "alibi_bias",
+    "alibi_slopes",
+    "check_replicas",
+    "column_linear",
+    "fused_linear",
+    "mark_partial",
+    "parallelize",
+    "row_linear",
+    "split_features",
+    "split_heads",
+    "vocab_parallel_cross_entropy",
+]

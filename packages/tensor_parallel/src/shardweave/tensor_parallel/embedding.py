@@ -1,0 +1,126 @@
+"""An embedding table whose rows are split over an axis.
+
+The vocabulary is the largest matrix of many models. Each rank holds some rows, looks up the tokens that are
+among them, leaves zeros for all others, and the sum over the ranks is the lookup in the whole table. No row
+is padding: 11 tokens on two ranks are 6 and 5.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardweave.comm import Axis, reduce_from, reduce_scatter_to
+
+from .features import split_features
+from .layer import ParallelLayer
+from .products import check_sequence
+
+__all__ = ["VocabParallelEmbedding", "check_ids"]
+
+
+class VocabParallelEmbedding(ParallelLayer):
+    """``nn.Embedding`` whose rows are split over an axis (Shoeybi et al., section 3, arXiv:1909.08053).
+
+    This rank holds ``weight`` ``[vocab_r, h]``. Input: token ids of any shape, the same on every rank; output
+    ``[*ids.shape, h]``, the same on every rank, or this rank's part along ``sequence_dim``.
+
+    Args:
+        num_embeddings: rows of the whole table, its real size; split in balanced parts.
+        embedding_dim: length of a row.
+        axis: the ranks that share the table.
+        padding_idx: as in ``nn.Embedding``: a row that starts as zero and gets no gradient.
+        sequence_dim: with sequence parallelism the output is this rank's part along this dimension (of the
+            ids, which are still whole), by reduce-scatter; backward gathers.
+        device: as in ``nn.Embedding``.
+        dtype: as in ``nn.Embedding``.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        axis: Axis,
+        *,
+        padding_idx: int | None = None,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is not one of the {num_embeddings} rows")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.axis, self.sequence_dim = axis, sequence_dim
+        self.split = split_features(num_embeddings, axis)
+        record = self.split.sharding(axis, (num_embeddings, embedding_dim), 0)
+        self._new_parameters(
+            {"weight": record}, {"weight": (self.split.length, embedding_dim)}, device, dtype
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws what ``nn.Embedding`` would draw, whole, and keeps this rank's rows."""
+        whole = nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            padding_idx=self.padding_idx,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        self.weight.copy_(whole.weight[self.split.index])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids ``[...]`` to rows ``[..., h]``.
+
+        Raises:
+            ValueError: for an id outside the vocabulary (looked for on the CPU only; on an accelerator
+                looking would mean waiting for it), or a sequence that does not divide over the axis.
+        """
+        check_ids(ids, self.num_embeddings, "token id")
+        if self.sequence_dim is None:
+            return reduce_from(self._own_rows(ids), self.axis)
+        if not 0 <= self.sequence_dim < ids.dim():
+            raise ValueError(
+                f"sequence_dim {self.sequence_dim} is not a dimension of ids of shape {tuple(ids.shape)}"
+            )
+        check_sequence(ids.shape[self.sequence_dim], self.axis)
+        return reduce_scatter_to(self._own_rows(ids), self.axis, self.sequence_dim)
+
+    def _own_rows(self, ids: Tensor) -> Tensor:
+        """The rows that this rank holds, zeros for those of other ranks."""
+        if not self.split.length:  # more ranks than rows; the empty sum ties the zeros to the weight's graph
+            return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+        local = ids - self.split.start
+        elsewhere = (local < 0) | (local >= self.split.length)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._own_padding())
+        return rows if self.axis.size == 1 else rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    def _own_padding(self) -> int | None:
+        if self.padding_idx is None:
+            return None
+        local = self.padding_idx - self.split.start
+        return local if 0 <= local < self.split.length else None
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings} (here {self.split.length}), {self.embedding_dim}, "
+            f"axis={self.axis.name}:{self.axis.size}"
+        )
+
+
+def check_ids(ids: Tensor, size: int, what: str) -> None:
+    """Refuses ids outside ``0 .. size - 1``; looks only where that costs no waiting for a device."""
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = (int(value) for value in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{what} {low if low < 0 else high} is outside the vocabulary of {size} (0 to {size - 1}); "
+            "check that the tokenizer and the model agree on its size"
+        )

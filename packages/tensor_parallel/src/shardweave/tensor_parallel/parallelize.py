@@ -1,0 +1,244 @@
+"""Tensor parallelism for a module that somebody else wrote.
+
+The module is built as always, whole, with the same weights on every rank. A plan says which of its layers are
+split, by name; they are replaced by layers that hold this rank's slices of those very weights. Nothing is
+drawn anew, so the result computes what the module computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shardweave.comm import Axis, Sharding, all_reduce, set_sharding, sharding_of
+
+from .embedding import VocabParallelEmbedding
+from .features import split_features
+from .fused import FusedLayers
+from .linear import ColumnParallelLinear, RowParallelLinear, check_features
+from .plans import Style, resolve
+from .products import column_linear
+from .replicas import mark_partial
+
+__all__ = ["BlockColumnLinear", "parallelize"]
+
+
+def parallelize(
+    module: nn.Module,
+    plan: Mapping[str, str],
+    axis: Axis,
+    *,
+    sequence_dim: int | None = None,
+    check: bool = True,
+) -> nn.Module:
+    """Splits layers of ``module`` over ``axis``, in place, and returns it.
+
+    ``plan`` maps name patterns to styles: ``{"layers.*.fc1": "column", "layers.*.fc2": "row", "embed":
+    "vocab"}``; ``*`` stands for one component of a name, ``**`` for any number.
+
+    ================  ==============  ========================================================================
+    style             replaces        by
+    ================  ==============  ========================================================================
+    ``column``        nn.Linear       :class:`ColumnParallelLinear`: output features split
+    ``column:N``      nn.Linear       the same for a matrix of N fused blocks (``[q; k; v]``: 3), each split;
+    the
+                                      output is this rank's part of each block. Its parameters become N
+                                      separate ones (``qkv.0.weight``, ...)
+    ``column_gather`` nn.Linear       output features split in memory, all of them returned
+    ``row``           nn.Linear       :class:`RowParallelLinear`: input features split
+    ``vocab``         nn.Embedding    :class:`VocabParallelEmbedding`: rows split
+    ``sequence``      (any module)    nothing: marks its parameters' gradients as partial, for norms between
+                                      the pairs under sequence parallelism
+    ================  ==============  ========================================================================
+
+    Parameters stay the same objects with smaller data (except under ``column:N``): ties, ``requires_grad``
+    and optimizers keep working. Code between the layers has to take sizes from its tensors: there are fewer
+    features (heads) on a rank. ``sequence_dim`` is given to all replaced layers. ``check`` compares
+    the weights' checksums over the ranks first, since slices of different matrices would train without an error.
+
+    Raises:
+        ValueError: for a pattern without a match, a wrong kind of layer, a style that does not exist,
+            contradicting ties, hooks or gradients that would be lost, or ranks that hold different weights.
+            The module is then unchanged.
+    """
+    styles = resolve(module, plan)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    split = {path: style for path, style in styles.items() if style.kind != "sequence"}
+    for path in split:
+        _check_replaceable(path, modules[path])
+    if sequence_dim is None and len(split) < len(styles):
+        raise ValueError(
+            "style 'sequence' marks what sees a part of the sequence; pass sequence_dim, or leave it out"
+        )
+    if check:
+        _check_same({path: modules[path] for path in split}, axis)
+    replaced: dict[int, nn.Module] = {}
+    done: set[int] = set()
+    for path, style in split.items():
+        old = modules[path]
+        if id(old) not in replaced:
+            replaced[id(old)] = _split_layer(old, style, axis, sequence_dim, done)
+        if not path:
+            return replaced[id(old)]
+        parent, _, name = path.rpartition(".")
+        setattr(modules[parent], name, replaced[id(old)])
+    for path in styles.keys() - split.keys():
+        mark_partial(modules[path], axis)
+    return module
+
+
+class BlockColumnLinear(FusedLayers):
+    """A linear layer whose output consists of equal blocks, each split over the axis: ``[q; k; v]`` in one
+    matrix.
+
+    Input ``[..., in]``; output ``[..., blocks * block_r]``: this rank's part of each block, in order, so that
+    the code that cut the output of the unsplit layer into blocks still does.
+    """
+
+    def __init__(
+        self, in_features: int, blocks: Sequence[int], axis: Axis, *, bias: bool, sequence_dim: int | None
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for index, features in enumerate(blocks):
+            part = ColumnParallelLinear(
+                in_features, features, axis, bias=bias, sequence_dim=sequence_dim, device="meta"
+            )
+            self.add_module(str(index), part)
+
+    def fused(self) -> Sequence[ColumnParallelLinear]:
+        """The blocks, in order."""
+        return [part for part in self.children() if isinstance(part, ColumnParallelLinear)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., sum of this rank's parts]``."""
+        parts = self.fused()
+        check_features(x, parts[0].in_features, "this column-parallel layer")
+        weights, biases = [part.weight for part in parts], [part.bias for part in parts]
+        return column_linear(x, weights, biases, parts[0].axis, sequence_dim=parts[0].sequence_dim)
+
+
+def _split_layer(
+    old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None, done: set[int]
+) -> nn.Module:
+    """The parallel layer for ``old``, with its parameters cut down; ``done`` has the ids of those already cut."""
+    new: nn.Module
+    if isinstance(old, nn.Embedding):
+        new = VocabParallelEmbedding(
+            old.num_embeddings,
+            old.embedding_dim,
+            axis,
+            padding_idx=old.padding_idx,
+            sequence_dim=sequence_dim,
+            device="meta",
+        )
+    elif not isinstance(old, nn.Linear):
+        raise AssertionError(f"plans.resolve let a {type(old).__name__} through")
+    elif style.blocks > 1:
+        return _split_blocks(old, style.blocks, axis, sequence_dim)
+    elif style.kind == "row":
+        new = RowParallelLinear(
+            old.in_features,
+            old.out_features,
+            axis,
+            bias=old.bias is not None,
+            sequence_dim=sequence_dim,
+            device="meta",
+        )
+    else:
+        new = ColumnParallelLinear(
+            old.in_features,
+            old.out_features,
+            axis,
+            bias=old.bias is not None,
+            gather_output=style.kind == "column_gather",
+            sequence_dim=sequence_dim,
+            device="meta",
+        )
+    for name, parameter in list(old.named_parameters(recurse=False)):
+        record = sharding_of(new.get_parameter(name))
+        if id(parameter) not in done:
+            done.add(id(parameter))
+            _cut(parameter, record, new.get_parameter(name).shape)
+        new.register_parameter(name, parameter)
+    return new.train(old.training)
+
+
+def _split_blocks(old: nn.Linear, blocks: int, axis: Axis, sequence_dim: int | None) -> nn.Module:
+    size = old.out_features // blocks
+    new = BlockColumnLinear(
+        old.in_features, [size] * blocks, axis, bias=old.bias is not None, sequence_dim=sequence_dim
+    )
+    own = split_features(size, axis).index
+    for index, part in enumerate(new.fused()):
+        for name, parameter in list(old.named_parameters(recurse=False)):
+            block = parameter.detach()[index * size : (index + 1) * size][own]
+            cut = nn.Parameter(block.clone(), requires_grad=parameter.requires_grad)
+            set_sharding(cut, sharding_of(part.get_parameter(name)))
+            part.register_parameter(name, cut)
+    new.place()
+    return new.train(old.training)
+
+
+def _cut(parameter: nn.Parameter, record: Sharding, shape: torch.Size) -> None:
+    """Replaces the parameter's data by its slice; what was recorded about other axes stays."""
+    starts = [0] * parameter.dim()
+    for split in record.splits:
+        starts[split.dim] = split.offset
+    index = tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
+    parameter.data = parameter.detach()[index].clone()
+    before = sharding_of(parameter)
+    set_sharding(
+        parameter,
+        replace(before, shape=record.shape, splits=record.splits, partial=(*before.partial, *record.partial)),
+    )
+
+
+def _check_replaceable(path: str, module: nn.Module) -> None:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for name in hooks):
+        raise ValueError(
+            f"module {path!r} has hooks, which its replacement would lose; register them afterwards"
+        )
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.grad is not None:
+            raise ValueError(
+                f"parameter {path}.{name} has a gradient of the whole weight; split before the first "
+                "backward pass, or call zero_grad()"
+            )
+        if sharding_of(parameter).splits:
+            raise ValueError(
+                f"parameter {path}.{name} is split already; give parallelize the whole module, once"
+            )
+
+
+def _check_same(modules: Mapping[str, nn.Module], axis: Axis) -> None:
+    """Compares checksums of all weights over the ranks, in one small collective each way."""
+    named = dict(_weights(modules))
+    tensors = [tensor for tensor in named.values() if tensor.device.type != "meta"]
+    if axis.size == 1 or not tensors:
+        return
+    sums = torch.stack([_checksum(tensor) for tensor in tensors])
+    low, high = all_reduce(sums.clone(), axis, "min"), all_reduce(sums.clone(), axis, "max")
+    wrong = [name for name, same in zip(named, (low == high).tolist(), strict=True) if not same]
+    if wrong:
+        raise ValueError(
+            f"the ranks of axis {axis.name!r} hold different values of {', '.join(wrong[:5])}; their slices "
+            "would not be parts of one matrix. Seed all ranks alike before building the module, or load the "
+            "same weights"
+        )
+
+
+def _weights(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
+    for path, module in modules.items():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", parameter.detach()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number that depends on every element and its place."""
+    flat = tensor.flatten().to(torch.float64)
+    return flat @ torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=tensor.device)

@@ -1,0 +1,310 @@
+"""The two matrix products of tensor parallelism, with their communication inside.
+
+torch's autograd would run them correctly, but one after the other: first the collective of the input's
+gradient, then the weight's gradient. Nothing in the second needs the first, so these functions launch the
+collective, compute the weight's gradient while it travels, and wait last. Megatron-LM, section 3
+(arXiv:1909.08053); with sequence parallelism Korthikanti et al., section 4.2.2 (arXiv:2205.05198)::
+
+                      forward                        backward
+    column            y_r = x W_r^T                  dx = sum over ranks of dy_r W_r        (all-reduce)
+    row               y = sum of x_r W_r^T + b       dx_r = dy W_r                          (nothing)
+    column, sequence  x = all-gather of x_r          dx_r = reduce-scatter of dy_r W_r
+    row, sequence     y_r = reduce-scatter + b       dy = all-gather of dy_r
+
+Under sequence parallelism only the shard ``x_r`` is kept for the backward pass and is gathered once more,
+hidden behind the input gradient's product: that is what saves the memory.
+
+[Note: Deferred weight gradients]
+    A pipeline that splits the backward pass attaches a queue to a weight (``gradient_work(weight).queue``).
+    Then backward computes the input's gradient only, and puts a function into the queue that adds the
+    weight's gradient to ``.grad`` when the pipeline has time. The bias' gradient, a sum, is not worth
+    deferring. Hooks that were registered on the weight itself (``Tensor.register_hook``) do not see a
+    deferred gradient.
+
+[Note: Weights are not saved tensors]
+    The weights are read from the parameters again in backward. A copy that saved-tensor hooks made
+    (offloading, say) would not be the parameter that the gradient belongs to, and a parameter that moved into
+    a flat buffer in between would be kept twice. What torch checks for saved tensors, that nobody wrote into
+    them, is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardweave import comm
+from shardweave.comm import Axis, WeightGradients, gradient_work
+
+from .adjacency import joined
+
+__all__ = ["column_linear", "row_linear"]
+
+
+def column_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    axis: Axis,
+    *,
+    sequence_dim: int | None = None,
+) -> Tensor:
+    """One product of ``x`` with the stacked ``weights``, whose rows are split over ``axis``.
+
+    Every rank of ``axis`` calls it. ``x``: ``[..., in]``, the same on every rank, or this rank's part along
+    ``sequence_dim``. ``weights``: this rank's ``[out_i, in]``; ``biases``: ``[out_i]`` each, or all ``None``.
+    Returns ``[..., sum of out_i]`` for the whole sequence, in the order of ``weights``.
+
+    Weights that lie one behind the other in memory take part in one product. Others are multiplied one by
+    one: copying them together would cost their memory once more, in forward and in backward. The input's
+        gradient
+    is reduced once in both cases.
+    """
+    call = _new_call(x, axis, sequence_dim, len(weights))
+    given = [bias for bias in biases if bias is not None]
+    if given and len(given) != len(weights):
+        raise ValueError(
+            f"{len(given)} of {len(weights)} fused layers have a bias; give it to all of them or to none"
+        )
+    return cast(Tensor, _ColumnProduct.apply(x, call, *weights, *given))  # type: ignore[no-untyped-call]
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, *, sequence_dim: int | None = None
+) -> Tensor:
+    """The product of ``x`` with a ``weight`` whose columns are split over ``axis``, summed over the ranks.
+
+    Every rank of ``axis`` calls it. ``x``: ``[..., in_r]``, this rank's features of the whole sequence.
+    ``weight``: ``[out, in_r]``. ``bias``: ``[out]``, whole on every rank and added once, after the sum.
+    Returns ``[..., out]``: the same on every rank, or this rank's part along ``sequence_dim``.
+
+    Raises:
+        ValueError: when the length of ``sequence_dim`` does not divide over the axis.
+    """
+    call = _new_call(x, axis, sequence_dim, 1)
+    if sequence_dim is not None:
+        check_sequence(x.shape[sequence_dim], axis)
+    return cast(Tensor, _RowProduct.apply(x, call, weight, bias))  # type: ignore[no-untyped-call]
+
+
+def check_sequence(length: int, axis: Axis) -> None:
+    """Refuses a sequence that cannot be cut into equal parts, before any collective."""
+    if length % axis.size:
+        lower = length // axis.size * axis.size
+        raise ValueError(
+            f"sequence length {length} does not divide over the {axis.size} ranks of axis {axis.name!r}, "
+            f"which sequence parallelism needs; pad it to {lower + axis.size}, or turn sequence parallelism off"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one product needs to know beside its tensors."""
+
+    axis: Axis
+    sequence_dim: int | None
+    num_weights: int
+    dtype: torch.dtype | None
+    """The dtype that autocast asks for, ``None`` outside autocast."""
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x if self.sequence_dim is None else comm.all_gather(x, self.axis, self.sequence_dim)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[: call.num_weights], parameters[call.num_weights :]
+        ctx.call, ctx.dtype = call, x.dtype
+        _keep(ctx, call.cast(x), weights)
+        full = call.gathered(call.cast(x))
+        together = joined(weights)
+        if together is not None:
+            y = F.linear(_rows(full), call.cast(together), _stacked(biases, call))
+        else:
+            y = torch.cat([F.linear(_rows(full), call.cast(weight)) for weight in weights], dim=-1)
+            bias = _stacked(biases, call)
+            y = y if bias is None else y.add_(bias)
+        return y.view(*full.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        x, weights = _kept(ctx)
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        wants_weights, wants_biases = wants[: call.num_weights], wants[call.num_weights :]
+        dy_rows = _rows(dy)
+        gathering = reducing = None
+        if call.sequence_dim is not None and any(wants_weights) and _queue(weights, wants_weights) is None:
+            gathering = comm.start_all_gather(x, call.axis, call.sequence_dim)
+        if wants_x:
+            dx = _input_gradient(dy_rows, weights, call).view(*dy.shape[:-1], x.shape[-1])
+            if call.sequence_dim is None:
+                reducing = comm.start_all_reduce(dx, call.axis)
+            else:
+                reducing = comm.start_reduce_scatter(dx, call.axis, call.sequence_dim)
+
+        def d_weights() -> list[Tensor | None]:
+            # Deferred, the shard is gathered when the queue runs: gathered, it would be kept until then.
+            full = gathering.wait() if gathering is not None else call.gathered(x)
+            return _weight_gradients(dy_rows, _rows(full), weights, wants_weights)
+
+        now = _now_or_later(weights, wants_weights, d_weights)
+        d_biases = _bias_gradients(dy_rows, weights, wants_biases)
+        return (None if reducing is None else reducing.wait().to(ctx.dtype), None, *now, *d_biases)
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.call, ctx.dtype = call, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        _keep(ctx, call.cast(x), (weight,))
+        y = F.linear(_rows(call.cast(x)), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
+        if call.sequence_dim is None:
+            y = comm.all_reduce(y, call.axis)
+        else:
+            y = comm.reduce_scatter(y, call.axis, call.sequence_dim)
+        return y if bias is None else y.add_(bias)  # once: every rank holds the whole sum here
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        x, weights = _kept(ctx)
+        wants_x, _, wants_weight, wants_bias = ctx.needs_input_grad
+        gathering = None
+        if call.sequence_dim is not None and (wants_x or wants_weight):
+            gathering = comm.start_all_gather(dy, call.axis, call.sequence_dim)
+        # Under sequence parallelism this is the sum over this rank's tokens: a partial gradient.
+        d_bias = _rows(dy).sum(0).to(ctx.bias_dtype) if wants_bias else None
+        dy_rows = _rows(dy if gathering is None else gathering.wait())
+        dx = _input_gradient(dy_rows, weights, call).view(x.shape).to(ctx.dtype) if wants_x else None
+
+        def d_weights() -> list[Tensor | None]:
+            return _weight_gradients(dy_rows, _rows(x), weights, (True,))
+
+        (now,) = _now_or_later(weights, (wants_weight,), d_weights)
+        return dx, None, now, d_bias
+
+
+def _queue(weights: Sequence[Tensor], wanted: Sequence[bool]) -> WeightGradients | None:
+    """The queue that the wanted gradients go to, ``None`` when they are computed at once."""
+    return next(
+        (gradient_work(weight).queue for weight, wants in zip(weights, wanted, strict=True) if wants), None
+    )
+
+
+def _now_or_later(
+    weights: Sequence[Tensor], wanted: Sequence[bool], compute: Callable[[], list[Tensor | None]]
+) -> list[Tensor | None]:
+    """The gradients that ``compute`` gives, or nothing yet. See [Note: Deferred weight gradients]."""
+    queue = _queue(weights, wanted)
+    if queue is None:
+        return compute() if any(wanted) else [None] * len(weights)
+    owed = [weight for weight, wants in zip(weights, wanted, strict=True) if wants]
+    queue.put(owed, lambda: _accumulate(weights, compute()))
+    return [None] * len(weights)
+
+
+def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: _Call) -> Tensor:
+    together = joined(weights)
+    if together is not None:
+        return torch.mm(dy_rows, call.cast(together))
+    parts = _cut(dy_rows, weights, 1)
+    dx = torch.mm(parts[0], call.cast(weights[0]))
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        dx.addmm_(part, call.cast(weight))
+    return dx
+
+
+def _weight_gradients(
+    dy_rows: Tensor, x_rows: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the weights in their own dtype: one product, cut into rows, when all are wanted."""
+    if all(wanted):
+        return list(_cut((dy_rows.t() @ x_rows).to(weights[0].dtype), weights, 0))
+    return [
+        (part.t() @ x_rows).to(weight.dtype) if wants else None
+        for part, weight, wants in zip(_cut(dy_rows, weights, 1), weights, wanted, strict=True)
+    ]
+
+
+def _bias_gradients(
+    dy_rows: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    if not any(wanted):
+        return [None] * len(wanted)
+    parts = _cut(dy_rows.sum(0).to(weights[0].dtype), weights, 0)
+    return [part if wants else None for part, wants in zip(parts, wanted, strict=True)]
+
+
+def _cut(tensor: Tensor, weights: Sequence[Tensor], dim: int) -> tuple[Tensor, ...]:
+    """``tensor`` cut along ``dim`` into as many rows, one after the other, as the weights have."""
+    return torch.split(tensor, [weight.shape[0] for weight in weights], dim)
+
+
+def _accumulate(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if gradient is None:
+            continue
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad.add_(gradient)
+
+
+def _keep(ctx: Any, x: Tensor, weights: Sequence[Tensor]) -> None:
+    """Keeps what backward reads. See [Note: Weights are not saved tensors]."""
+    ctx.save_for_backward(x)
+    ctx.weights = tuple(weights)
+    ctx.versions = tuple(weight._version for weight in weights)
+
+
+def _kept(ctx: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    (x,) = ctx.saved_tensors
+    weights: tuple[Tensor, ...] = ctx.weights
+    if tuple(weight._version for weight in weights) != ctx.versions:
+        raise RuntimeError(
+            "a weight was modified between the forward and the backward pass that needs it; "
+            "step the optimizer after the backward passes of all micro-batches"
+        )
+    return x, weights
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _stacked(biases: Sequence[Tensor], call: _Call) -> Tensor | None:
+    if not biases:
+        return None
+    together = joined(biases)
+    return call.cast(torch.cat(list(biases)) if together is None else together)
+
+
+def _new_call(x: Tensor, axis: Axis, sequence_dim: int | None, num_weights: int) -> _Call:
+    if sequence_dim is not None and not 0 <= sequence_dim < x.dim() - 1:
+        raise ValueError(
+            f"sequence_dim {sequence_dim} of an input of shape {tuple(x.shape)}: "
+            f"it must be a leading dimension, 0 to {x.dim() - 2}"
+        )
+    return _Call(axis, sequence_dim if axis.size > 1 else None, num_weights, _autocast_dtype(x))
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast wants this product, as for ``F.linear``; double precision is left alone."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

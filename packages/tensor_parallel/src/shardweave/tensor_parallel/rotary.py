@@ -1,0 +1,63 @@
+"""Rotary position embedding: queries and keys turned by an angle that grows with the position.
+
+A head knows its positions from this alone, so it is the same on every tensor-parallel rank, and a rank that
+holds a part of the sequence only has to be told which part (``positions``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Rotary"]
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features (Su et al., section 3.2.2, arXiv:2104.09864).
+
+    Feature ``i`` is paired with feature ``i + d/2`` (as in GPT-NeoX and Llama) and the pair is turned by
+    ``position * base^(-2i/d)``, where ``d`` is the number of rotated features. Angles are computed in
+    float32, or in float64 for such inputs. It has no parameters and no buffers; one instance may serve all
+    layers.
+
+    Args:
+        head_dim: features of a head.
+        base: the angles' base.
+        fraction: which part of the features, from the first on, is rotated; the others pass (GPT-NeoX: 0.25).
+    """
+
+    def __init__(self, head_dim: int, *, base: float = 10000.0, fraction: float = 1.0) -> None:
+        super().__init__()
+        self.features = int(head_dim * fraction)
+        if self.features % 2 or not 0 < self.features <= head_dim:
+            raise ValueError(
+                f"rotary: {fraction} of a head of {head_dim} features is {self.features}, which must be "
+                f"even and between 2 and {head_dim}"
+            )
+        self.head_dim, self.base = head_dim, base
+        self._cache: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotates ``x`` ``[..., s, head_dim]``; ``positions`` ``[s]`` are ``0 .. s - 1`` when not given."""
+        cosine, sine = self._cached(x) if positions is None else self._angles(positions, x)
+        turned, rest = x[..., : self.features], x[..., self.features :]
+        first, second = turned.chunk(2, dim=-1)
+        result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
+
+    def _cached(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        key = (x.shape[-2], x.device, x.dtype)
+        if key not in self._cache:
+            self._cache.clear()  # a run has one length; evaluation with another one must not collect them all
+            self._cache[key] = self._angles(torch.arange(x.shape[-2], device=x.device), x)
+        return self._cache[key]
+
+    def _angles(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, ``[s, features / 2]`` each, in the dtype of ``x``."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = torch.arange(0, self.features, 2, dtype=wide, device=x.device) / self.features
+        angles = torch.outer(positions.to(device=x.device, dtype=wide), self.base**-steps)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, rotated={self.features}, base={self.base}"
