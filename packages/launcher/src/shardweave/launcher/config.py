@@ -1,0 +1,361 @@
+"""What a run is: one frozen value made of small blocks, one per concern.
+
+The classes are the schema of the YAML file: a key that is not a field is refused, a value of the wrong type is
+refused (text where a number belongs, too), and everything has a default. They hold no logic: reading a file is
+`reading`, rules between keys are `rules`, what is not built yet is `unbuilt`, and arithmetic over ranks is `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = [
+    "Batch",
+    "Checkpoint",
+    "Comm",
+    "Config",
+    "Data",
+    "Guard",
+    "Metrics",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "RecomputeEvery",
+    "RecomputeOperations",
+    "Run",
+    "WeightedSource",
+    "Zero",
+]
+
+
+def _integral(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Whole = Annotated[int, Strict(), BeforeValidator(_integral)]
+"""A whole number; ``1e3`` is one, ``1.5`` and ``"3"`` are not."""
+Count = Annotated[Whole, Field(ge=1)]
+Natural = Annotated[Whole, Field(ge=0)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Auto = Literal["auto"]
+DType = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """The keys as they are written in the file (``global``, where the field must be called ``global_``)."""
+        return tuple(field.alias or name for name, field in cls.model_fields.items())
+
+
+class Run(_Block):
+    """What the run is called, how long it is and where it goes."""
+
+    name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] = "quickstart"
+    """Name of the run's directory inside ``dir``."""
+    dir: Text = "runs"
+    """Directory of all runs, relative to where the command was given."""
+    steps: Count = 60
+    """Optimizer steps of the whole run; learning-rate schedules span them."""
+    stop_after: Count | None = None
+    """End after this step with a checkpoint and status 0; schedules still span ``steps``."""
+    seed: Natural = 1234
+    """Seed of the initial weights, the sample order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: the accelerator where there is one, else the CPU."""
+    eval_every: Natural = 20
+    """Steps between evaluations on the validation samples; 0: never."""
+    log_every: Count = 1
+    """Steps between lines of the console when it is not a terminal; metrics.jsonl always has every step."""
+
+
+class Model(_Block):
+    """The transformer. With ``preset``, keys that are not given take the preset's value."""
+
+    preset: Text | None = None
+    """A published model: gpt2, llama-3-8b, ...; the keys below override it."""
+    layers: Count = 4
+    """Number of blocks."""
+    hidden: Count = 128
+    """Width of the hidden states."""
+    heads: Count = 4
+    """Number of query heads."""
+    kv_heads: Count | None = None
+    """Number of key and value heads (grouped-query attention); null: as many as ``heads``."""
+    ffn: Count | None = None
+    """Inner width of the MLP; null: the family's rule, 4 * hidden for gelu."""
+    vocab: Auto | Count = "auto"
+    """Number of tokens; auto: the tokenizer's."""
+    sequence: Count = 128
+    """Tokens in one sample."""
+    position: Literal["learned", "rotary", "alibi"] = "alibi"
+    """How positions enter: a learned table, rotated queries and keys, or biases on the attention scores."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, MLP and head."""
+    embedding_norm: Flag = True
+    """A norm right after the embedding (BLOOM, arXiv 2211.05100, section 3.1.2): steadier early training."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """Of the MLP; ``gelu_tanh`` is the approximation that GPT-2 and BLOOM were trained with."""
+    tie_embeddings: Flag = True
+    """Whether the output head uses the embedding's weight."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an element of the embedding, the attention's output and the MLP's output."""
+    attention_dropout: Fraction = 0.0
+    """Probability of dropping an attention weight."""
+    experts: Natural = 0
+    """More than 0: a mixture of that many experts in every MLP."""
+    experts_per_token: Count = 2
+    """Experts that each token visits."""
+    expert_capacity: Positive | None = None
+    """Tokens an expert takes, as a multiple of the even share; null: all of them (dropless)."""
+    balance_loss: NotNegative = 0.01
+    """Weight of the loss that balances experts, per sequence: it does not depend on the micro-batch."""
+    z_loss: NotNegative = 0.0
+    """Weight of the loss that keeps the router's logits small."""
+
+
+class WeightedSource(_Block):
+    """One of several corpora."""
+
+    source: Text
+    """``builtin``, a path or a glob."""
+    weight: Positive = 1.0
+    """Share of the samples, relative to the other sources' weights."""
+
+
+class Data(_Block):
+    """The text."""
+
+    source: Text | Annotated[tuple[WeightedSource, ...], BeforeValidator(_tuple)] = "builtin"
+    """``builtin`` (Python's own standard library), a file, a directory, a glob, or a list with weights."""
+    tokenizer: Text = "byte"
+    """``byte``: 256 tokens, one per byte."""
+    validation: Fraction = 0.05
+    """Share of the samples, at the end of the corpus, that are never trained on."""
+
+
+class Parallel(_Block):
+    """How ranks divide the work."""
+
+    data: Auto | Count = "auto"
+    """Replicas with different data; auto: what the ranks at hand leave over."""
+    tensor: Count = 1
+    """Ranks that share every layer."""
+    pipeline: Count = 1
+    """Stages the layers are spread over."""
+    context: Count = 1
+    """Ranks that share every sequence."""
+    expert: Count = 1
+    """Ranks that share the experts of one layer."""
+    sequence: Flag = True
+    """Whether the tensor ranks also share what lies between their layers (sequence parallelism)."""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "breadth-first",
+        "zb-h1",
+        "zb-h2",
+        "zb-v",
+        "v-half",
+        "v-min",
+        "dualpipe-v",
+    ] = "1f1b"
+    """Order of the micro-batches' forward and backward passes over the stages."""
+    chunks: Count = 1
+    """Stages per pipeline rank; the V schedules take 2 whatever is said here."""
+
+
+class Zero(_Block):
+    """What data-parallel ranks share instead of holding copies (ZeRO, arXiv 1910.02054)."""
+
+    stage: Annotated[Whole, Field(ge=0, le=3)] = 1
+    """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
+    offload: Literal["none", "cpu", "disk"] = "none"
+    """Where the optimizer state lives."""
+    prefetch: Auto | Natural = "auto"
+    """Units of parameters gathered ahead of their use (stage 3)."""
+    max_live_parameters: Auto | Count = "auto"
+    """Bound on gathered parameters (stage 3)."""
+    keep_gathered: Auto | Natural = "auto"
+    """Parameters of at most this many elements stay gathered (stage 3)."""
+    shard_between_micro_batches: Auto | Flag = "auto"
+    """Whether gradients are reduced after every micro-batch (less memory) or once a step (fewer bytes)."""
+    gradient_dtype: DType = "auto"
+    """Type in which gradients are accumulated."""
+    reduce_dtype: DType = "auto"
+    """Type in which gradients travel."""
+    replicas: Count = 1
+    """More than 1: shard inside a group of ranks, replicate across that many groups."""
+
+
+class Batch(_Block):
+    """Sequences: global = micro * accumulation * data; the accumulation follows from the other three."""
+
+    global_: Annotated[Count, Field(alias="global")] = 16
+    """Sequences per optimizer step, over all ranks."""
+    micro: Count = 2
+    """Sequences that one rank computes at once."""
+
+
+class Optimizer(_Block):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """One of torch.optim's."""
+    lr: Positive = 1.0e-3
+    """The highest learning rate."""
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_tuple)] = (0.9, 0.95)
+    """Decay rates of Adam's two moments."""
+    eps: Positive = 1.0e-8
+    """Added to Adam's denominator."""
+    weight_decay: NotNegative = 0.1
+    """Applied to matrices; not to biases and norms."""
+    clip: Positive | None = 1.0
+    """Bound on the global gradient norm; null: none."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls from ``lr`` to ``min_lr`` over the run."""
+    warmup: Natural = 10
+    """Steps over which the learning rate rises from 0 to ``lr``."""
+    min_lr: NotNegative = 1.0e-4
+    """The learning rate of the last step."""
+
+
+class RecomputeEvery(_Block):
+    """Recompute every n-th block."""
+
+    every: Count
+    """n."""
+
+
+class RecomputeOperations(_Block):
+    """Recompute the named operations of every block."""
+
+    operations: Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
+    """Their names."""
+
+
+def _recompute(value: object) -> object:
+    """Chooses the block by its key, so that an error is about the key that is there."""
+    if isinstance(value, Mapping):
+        if set(value) == {"every"}:
+            return RecomputeEvery.model_validate(value)
+        if set(value) == {"operations"}:
+            return RecomputeOperations.model_validate(value)
+        raise PydanticCustomError("recompute", "{every: N} or {operations: [...]}")
+    return value
+
+
+class Comm(_Block):
+    """Communication."""
+
+    hierarchy: Literal["auto", "flat", "two-level"] = "auto"
+    """Whether collectives go first inside a node and then between nodes."""
+    bucket_mb: Positive = 25
+    """Size of the buckets in which gradients travel."""
+    timeout: Positive = 300
+    """Seconds after which a collective that does not end ends the job."""
+    compression: Literal["none", "onebit", "twobit", "topk", "powersgd"] = "none"
+    """Of gradients between data-parallel ranks."""
+    density: Annotated[Number, Field(gt=0, le=1)] = 0.01
+    """topk: the share of entries that is sent."""
+    rank: Count = 4
+    """powersgd: the rank of the approximation."""
+    warmup: Natural = 10
+    """Plain steps before compression begins."""
+
+
+class Checkpoint(_Block):
+    """Saving and resuming."""
+
+    every: Natural = 20
+    """Steps between checkpoints; 0: none."""
+    keep: Count = 2
+    """How many of the newest are kept."""
+    async_: Annotated[Flag, Field(alias="async")] = True
+    """Whether files are written while training goes on."""
+    resume: Text = "auto"
+    """``auto``: continue from the run directory's newest whole checkpoint; ``never``; or a checkpoint's path."""
+
+
+class Guard(_Block):
+    """What happens when numbers go wrong."""
+
+    nonfinite: Literal["skip", "stop", "rollback"] = "skip"
+    """A loss or gradient that is not finite: skip the step on all ranks, or stop the run."""
+    spike: Literal["off", "warn", "stop", "rollback"] = "warn"
+    """A loss far above its recent level."""
+    max_skips: Count = 10
+    """More skipped steps in a row than this stop the run."""
+
+
+class Metrics(_Block):
+    """What is shown while training."""
+
+    tensorboard: Flag = False
+    """Whether TensorBoard files are written, too."""
+    console: Literal["auto", "bar", "lines", "none"] = "auto"
+    """``auto``: a progress bar in a terminal, else one line per ``run.log_every`` steps."""
+
+
+class Config(_Block):
+    """A whole run. ``Config()`` is the default one; `load_config` reads a file and overrides.
+
+    Raises:
+        pydantic.ValidationError: from the constructor, for a value that the schema does not allow.
+    """
+
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    parallel: Parallel = Parallel()
+    zero: Zero = Zero()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    """Type of parameters and activations; with bf16 and fp16 the optimizer keeps fp32 masters."""
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | RecomputeEvery | RecomputeOperations, BeforeValidator(_recompute)
+    ] = "none"
+    """What backward computes again instead of keeping it: none, selective, full, {every: N}, {operations: [...]}."""
+    comm: Comm = Comm()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    metrics: Metrics = Metrics()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_blocks(cls, value: object) -> object:
+        """A block whose every line is commented out reads as null: it is the default block."""
+        if not isinstance(value, Mapping):
+            return value
+        return {key: {} if item is None and key in cls.blocks() else item for key, item in value.items()}
+
+    @classmethod
+    def blocks(cls) -> dict[str, type[_Block]]:
+        """The keys that hold a block of keys, with the block's class."""
+        return {
+            name: field.annotation
+            for name, field in cls.model_fields.items()
+            if isinstance(field.annotation, type) and issubclass(field.annotation, _Block)
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """The same as dict, list, str, int, float, bool and None, with the keys of the YAML file, all of them."""
+        return self.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,109 @@
+"""Samples cut from a corpus, and which of them each data rank's micro-batches get.
+
+A sample is ``sequence + 1`` tokens, so that every input has a target; samples lie end to end over the whole
+corpus (sample i starts at token ``i * sequence``), across the borders of documents. The last part of them is for
+validation and never trained on.
+
+A step's ``micro * accumulation * data`` samples are consecutive visits of the sample order, dealt out so that a
+micro-batch holds neighbours::
+
+    visits      0 1 | 2 3 | 4 5 | 6 7     global 8, micro 2, data 2, accumulation 2
+    data rank     0     1     0     1
+    micro-batch   0     0     1     1
+
+Other sizes deal the same set differently: what a step trains on does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardweave.launcher.config import Config
+from shardweave.launcher.corpus import Corpus
+from shardweave.launcher.layout import BatchPlan
+from shardweave.launcher.order import SampleOrder
+from shardweave.launcher.problems import ConfigError, Problem
+
+__all__ = ["BatchSource", "Batches", "Dataset", "MicroBatch"]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one replica computes at once."""
+
+    samples: Tensor
+    """Numbers of the samples, int64 ``[b]``: what dropout is keyed by."""
+    inputs: Tensor
+    """Tokens, int64 ``[b, s]``."""
+    targets: Tensor
+    """The token after each input, int64 ``[b, s]``; -100 where there is nothing to predict."""
+
+
+class BatchSource(Protocol):
+    """Where a trainer's micro-batches come from."""
+
+    def step(self, step: int) -> Sequence[MicroBatch]:
+        """This data rank's micro-batches of a step (from 0), the same on every rank of the replica."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """The samples of a corpus."""
+
+    tokens: NDArray[np.uint8] = field(repr=False)
+    sequence: int
+    num_train: int
+    num_validation: int
+    fingerprint: str = ""
+
+    @classmethod
+    def cut(cls, corpus: Corpus, config: Config, sequence: int) -> Dataset:
+        """Cuts a corpus into samples of ``sequence + 1`` tokens and splits the last ones off for validation.
+
+        A share that rounds down to no sample is no validation (``num_validation`` is 0), never an error.
+
+        Raises:
+            ConfigError: when the corpus is shorter than one sample.
+        """
+        samples = (len(corpus.tokens) - 1) // sequence
+        if samples < 1:
+            text = (
+                f"data.source: {corpus.source} has {len(corpus.tokens)} tokens, and one sample takes "
+                f"model.sequence + 1 = {sequence + 1}; use more text or model.sequence={max(1, len(corpus.tokens) - 1)}"
+            )
+            raise ConfigError([Problem(("data", "source"), text)])
+        validation = int(samples * config.data.validation)
+        return cls(corpus.tokens, sequence, samples - validation, validation, corpus.fingerprint)
+
+    def micro_batch(self, samples: NDArray[np.int64]) -> MicroBatch:
+        """The samples of the given numbers; validation samples come after the ``num_train`` others."""
+        where = samples[:, None] * self.sequence + np.arange(self.sequence + 1)
+        window = torch.from_numpy(self.tokens[where].astype(np.int64))  # [b, s + 1]
+        return MicroBatch(torch.from_numpy(samples.copy()), window[:, :-1].contiguous(), window[:, 1:].contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The training batches of one data rank."""
+
+    dataset: Dataset
+    order: SampleOrder
+    plan: BatchPlan
+    data_rank: int
+
+    def samples(self, step: int) -> NDArray[np.int64]:
+        """Numbers of this data rank's samples in a step (from 0): int64 ``[accumulation, micro]``."""
+        plan = self.plan
+        visits = self.order.samples(step * plan.global_batch, plan.global_batch)
+        return visits.reshape(plan.accumulation, plan.data, plan.micro)[:, self.data_rank]
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """This data rank's micro-batches of a step (from 0)."""
+        return [self.dataset.micro_batch(samples) for samples in self.samples(step)]

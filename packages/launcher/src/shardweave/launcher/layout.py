@@ -1,0 +1,177 @@
+"""How many ranks, who is where, and which samples each of them computes: pure arithmetic, before any rank starts.
+
+The ranks of a layout form a grid. Tensor ranks are neighbours (they talk most, so they share a node), then context,
+then data, and pipeline stages are farthest apart. For dp2 × tp2 × pp2::
+
+    stage 0        tp 0   tp 1        stage 1        tp 0   tp 1
+      dp 0           0      1           dp 0           4      5
+      dp 1           2      3           dp 1           6      7
+
+A layout that does not fit the model or the batch is refused here, with the numbers and the choices that would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardweave.launcher.config import Config
+from shardweave.launcher.problems import ConfigError, Problem, alternatives
+from shardweave.models import Part, TransformerConfig, layer_costs, parts_from_ranges
+from shardweave.pipeline import partition
+
+__all__ = ["BatchPlan", "Layout", "batch_plan", "check_fit", "layout_of", "stages_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of the mesh's axes."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def model(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.data * self.model
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a global rank sits: its position on each axis."""
+        rank, tensor = divmod(rank, self.tensor)
+        rank, context = divmod(rank, self.context)
+        pipeline, data = divmod(rank, self.data)
+        return {"pp": pipeline, "dp": data, "cp": context, "tp": tensor}
+
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The global rank at some coordinates."""
+        return ((pp * self.data + dp) * self.context + cp) * self.tensor + tp
+
+    def sizes(self) -> dict[str, int]:
+        """The axes and their sizes, as a checkpoint records them."""
+        return {"pp": self.pipeline, "dp": self.data, "cp": self.context, "tp": self.tensor}
+
+    def __str__(self) -> str:
+        text = f"dp{self.data} × tp{self.tensor} × pp{self.pipeline}"
+        return text if self.context == 1 else f"{text} × cp{self.context}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """One optimizer step's sequences: ``global_batch = micro * accumulation * data``."""
+
+    global_batch: int
+    micro: int
+    accumulation: int
+    """Micro-batches that every data rank computes per step."""
+    data: int
+
+    def __str__(self) -> str:
+        parts = f"{self.micro} micro × {self.accumulation} accumulation × {self.data} data"
+        return f"{self.global_batch} sequences = {parts}"
+
+
+def layout_of(config: Config, world_size: int | None = None) -> Layout:
+    """The layout of a run. `world_size` is the number of ranks at hand; None: as many as the layout names.
+
+    Raises:
+        ConfigError: when the ranks at hand and the layout do not match.
+    """
+    block = config.parallel
+    model = block.tensor * block.pipeline * block.context
+    names = [("data", block.data), ("tensor", block.tensor), ("pipeline", block.pipeline)]
+    if block.context > 1:
+        names.append(("context", block.context))
+    product = " × ".join(f"parallel.{name}: {value}" for name, value in names if value != "auto")
+    if block.data != "auto":
+        data = block.data
+        if world_size not in (None, data * model):
+            text = f"the layout needs {data * model} ranks ({product}), and {world_size} were started"
+            remedy = f"start {data * model}"
+            if world_size is not None and world_size % model == 0:
+                remedy += f", or use parallel.data={world_size // model} or auto"
+            raise ConfigError([Problem(("parallel", "data"), f"{text}; {remedy}")])
+    elif world_size is None:
+        data = 1
+    else:
+        data = world_size // model
+        if data * model != world_size:
+            text = f"{world_size} ranks were started, which is not a multiple of {model} ({product})"
+            raise ConfigError([Problem(("parallel",), f"{text}; start a multiple of {model}")])
+    return Layout(data=data, tensor=block.tensor, pipeline=block.pipeline, context=block.context)
+
+
+def batch_plan(config: Config, layout: Layout) -> BatchPlan:
+    """How the global batch is cut; the accumulation follows from the other three numbers.
+
+    Raises:
+        ConfigError: when global is not a multiple of micro * data: nothing is rounded.
+    """
+    total, micro, data = config.batch.global_, config.batch.micro, layout.data
+    accumulation, rest = divmod(total, micro * data)
+    if rest or not accumulation:
+        below, above = accumulation * micro * data, (accumulation + 1) * micro * data
+        globals_ = alternatives([f"batch.global={value}" for value in (below, above) if value])
+        micros = [m for m in range(1, total + 1) if total % (m * data) == 0]
+        other = f", or batch.micro={alternatives(micros)}" if micros else ""
+        text = (
+            f"`batch.global: {total}` is not a multiple of `batch.micro: {micro}` × {data} data ranks = "
+            f"{micro * data} (global = micro × accumulation × data); use {globals_}{other}"
+        )
+        raise ConfigError([Problem(("batch", "global"), text)])
+    return BatchPlan(global_batch=total, micro=micro, accumulation=accumulation, data=data)
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
+    tensor = layout.tensor
+    where = ("parallel", "tensor")
+    if shape.heads % tensor:
+        text = f"`parallel.tensor: {tensor}` does not divide `model.heads: {shape.heads}`"
+        yield Problem(where, f"{text}; use {alternatives(_divisors(shape.heads))}")
+    elif shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        # Fewer key and value heads than ranks: each is copied over a block of ranks of equal size.
+        kv = shape.num_kv_heads
+        fitting = [size for size in _divisors(shape.heads) if kv % size == 0 or size % kv == 0]
+        text = f"`parallel.tensor: {tensor}` and `model.kv_heads: {kv}` do not divide each other"
+        yield Problem(where, f"{text}; use {alternatives(fitting)}")
+    if config.parallel.sequence and shape.sequence % tensor:
+        text = f"`parallel.tensor: {tensor}` does not divide `model.sequence: {shape.sequence}`, and"
+        text += " `parallel.sequence: true` cuts sequences over the tensor ranks"
+        yield Problem(where, f"{text}; use parallel.sequence=false or another model.sequence")
+    for key, size in (("vocab", shape.vocab), ("ffn", shape.ffn_size)):
+        if size < tensor:
+            text = f"`parallel.tensor: {tensor}` is more than `model.{key}: {size}`"
+            yield Problem(where, f"{text}: some ranks would hold nothing; use at most {size}")
+    if layout.pipeline > shape.layers:
+        text = f"`parallel.pipeline: {layout.pipeline}` is more than `model.layers: {shape.layers}`"
+        yield Problem(
+            ("parallel", "pipeline"), f"{text}: some stages would have no block; use at most {shape.layers}"
+        )
+
+
+def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:
+    """Refuses a layout that does not fit the model.
+
+    An uneven vocabulary, MLP width or number of layers is fine: some ranks hold more than others.
+
+    Raises:
+        ConfigError: with every misfit, the numbers and the choices that would fit.
+    """
+    problems = list(_misfits(config, layout, shape))
+    if problems:
+        raise ConfigError(problems)
+
+
+def stages_of(layout: Layout, shape: TransformerConfig) -> list[Part]:
+    """What each pipeline stage holds: contiguous runs of the embedding, the blocks and the head, balanced by cost."""
+    return parts_from_ranges(shape, partition(layer_costs(shape), layout.pipeline))

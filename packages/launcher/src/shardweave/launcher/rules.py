@@ -1,0 +1,124 @@
+"""Rules between settings that hold for any number of ranks.
+
+Two kinds. A *contradiction* ends the start: one of two settings must change. An *idle* setting is one that was
+changed from its default and does nothing in this run; it is named with the reason, because a person who sets an
+option expects an effect. A default is never idle, so a file that spells out every default is as quiet as an empty
+one. Most idle settings are warnings, since one switches layouts without editing the rest of the file; those that
+would change the model or its cost if they were obeyed are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardweave.launcher.config import Config, RecomputeEvery
+from shardweave.launcher.problems import Problem, quoted
+from shardweave.launcher.strict_yaml import Path, path_text
+
+__all__ = ["contradictions", "idle"]
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """A setting, and why it does nothing in `config` (None: it does something)."""
+
+    path: Path
+    reason: Callable[[Config], str | None]
+
+
+def _when(condition: Callable[[Config], bool], reason: str) -> Callable[[Config], str | None]:
+    return lambda config: reason if condition(config) else None
+
+
+_DENSE = _when(lambda config: config.model.experts == 0, "`model.experts` is 0: there are no experts")
+_ONE_STAGE = _when(lambda config: config.parallel.pipeline == 1, "`parallel.pipeline` is 1: there is one stage")
+_NOT_ADAM = _when(lambda config: config.optimizer.name == "sgd", "`optimizer.name` is sgd, which has no moments")
+_CONSTANT = _when(lambda config: config.optimizer.schedule == "constant", "`optimizer.schedule` is constant")
+_NO_TENSOR = _when(lambda config: config.parallel.tensor == 1, "`parallel.tensor` is 1: there is nothing to share")
+_PLAIN = _when(lambda config: config.comm.compression == "none", "`comm.compression` is none")
+_NO_VALIDATION = _when(
+    lambda config: config.data.validation == 0, "`data.validation` is 0: there are no samples to evaluate on"
+)
+_NEVER_SKIPS = _when(lambda config: config.guard.nonfinite != "skip", "`guard.nonfinite` does not skip steps")
+_NEVER_SAVES = _when(lambda config: config.checkpoint.every == 0, "`checkpoint.every` is 0")
+
+
+def _stop_too_late(config: Config) -> str | None:
+    late = config.run.stop_after is not None and config.run.stop_after >= config.run.steps
+    return f"the run ends after `run.steps: {config.run.steps}` anyway" if late else None
+
+
+_IDLE: tuple[_Idle, ...] = (
+    _Idle(("run", "eval_every"), _NO_VALIDATION),
+    _Idle(("run", "stop_after"), _stop_too_late),
+    _Idle(("model", "experts_per_token"), _DENSE),
+    _Idle(("model", "expert_capacity"), _DENSE),
+    _Idle(("model", "balance_loss"), _DENSE),
+    _Idle(("model", "z_loss"), _DENSE),
+    _Idle(("parallel", "expert"), _DENSE),
+    _Idle(("parallel", "sequence"), _NO_TENSOR),
+    _Idle(("parallel", "schedule"), _ONE_STAGE),
+    _Idle(("optimizer", "betas"), _NOT_ADAM),
+    _Idle(("optimizer", "eps"), _NOT_ADAM),
+    _Idle(("optimizer", "min_lr"), _CONSTANT),
+    _Idle(("comm", "density"), _PLAIN),
+    _Idle(("comm", "rank"), _PLAIN),
+    _Idle(("comm", "warmup"), _PLAIN),
+    _Idle(("checkpoint", "keep"), _NEVER_SAVES),
+    _Idle(("guard", "max_skips"), _NEVER_SKIPS),
+)
+
+
+def _at(plain: Any, path: Path) -> Any:
+    for part in path:
+        plain = plain[part]
+    return plain
+
+
+def _setting(config: Config, *path: str) -> str:
+    return f"`{path_text(path)}: {quoted(_at(config.plain(), path))}`"
+
+
+def idle(config: Config) -> Iterator[Problem]:
+    """The settings that differ from their default and do nothing, as warnings."""
+    plain, default = config.plain(), Config().plain()
+    for row in _IDLE:
+        value = _at(plain, row.path)
+        reason = row.reason(config)
+        if reason and value != _at(default, row.path):
+            text = f"`{path_text(row.path)}: {quoted(value)}` has no effect because {reason}"
+            yield Problem(row.path, text)
+
+
+def contradictions(config: Config) -> Iterator[Problem]:
+    """The settings that cannot stand together."""
+    if config.parallel.chunks > 1 and config.parallel.pipeline == 1:
+        yield Problem(
+            ("parallel", "chunks"),
+            f"{_setting(config, 'parallel', 'chunks')} has no effect because `parallel.pipeline` is 1: there is "
+            "one stage; raise parallel.pipeline or use parallel.chunks=1",
+        )
+    every = config.recompute.every if isinstance(config.recompute, RecomputeEvery) else 0
+    if every > config.model.layers:
+        yield Problem(
+            ("recompute",),
+            f"{_setting(config, 'recompute')} has no effect because {_setting(config, 'model', 'layers')} is less: "
+            f"no block would be recomputed; use at most {config.model.layers}",
+        )
+    floor = config.optimizer.min_lr
+    # The default floor gives way to a lower lr (`learning_rate`): nobody asked for it.
+    asked = floor != Config().optimizer.min_lr and config.optimizer.schedule != "constant"
+    if asked and floor > config.optimizer.lr:
+        yield Problem(
+            ("optimizer", "min_lr"),
+            f"{_setting(config, 'optimizer', 'min_lr')} is above {_setting(config, 'optimizer', 'lr')}, and the "
+            "learning rate falls from lr to min_lr; lower min_lr or use optimizer.schedule=constant",
+        )
+    if config.model.vocab != "auto" and config.data.tokenizer == "byte" and config.model.vocab < 256:
+        yield Problem(
+            ("model", "vocab"),
+            f"{_setting(config, 'model', 'vocab')} is less than the byte tokenizer's 256 tokens; "
+            "use model.vocab=auto",
+        )

@@ -1,0 +1,76 @@
+"""The values that are part of the schema and not built yet: one table, a row each.
+
+Every key of the contract parses from the first version on, so that files written for a later version are checked
+by this one. A value that would need code that is not there must not be ignored in silence: it is refused before
+anything starts. Building a feature includes deleting its row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardweave.launcher.config import Config
+from shardweave.launcher.problems import Problem, quoted
+from shardweave.launcher.strict_yaml import Path, path_text
+
+__all__ = ["Row", "table", "unbuilt"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A range of one setting that is not built."""
+
+    path: Path
+    refused: Callable[[Any], bool]
+    """Whether a value of the setting, in the YAML file's types, is not built."""
+    feature: str
+    """What it would be, as the subject of "... is not built yet"."""
+    instead: str
+    """What works today."""
+
+
+def _above(limit: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and value > limit
+
+
+def _not(*built: object) -> Callable[[Any], bool]:
+    return lambda value: value not in built
+
+
+table: tuple[Row, ...] = (
+    Row(("model", "experts"), _above(0), "a mixture of experts", "model.experts=0"),
+    Row(("data", "source"), lambda value: isinstance(value, list), "a blend of corpora", "one path or glob"),
+    Row(("data", "tokenizer"), _not("byte"), "any tokenizer but the byte tokenizer", "data.tokenizer=byte"),
+    Row(("parallel", "context"), _above(1), "context parallelism", "parallel.context=1"),
+    Row(("parallel", "expert"), _above(1), "expert parallelism", "parallel.expert=1"),
+    Row(("parallel", "chunks"), _above(1), "several stages per pipeline rank", "parallel.chunks=1"),
+    Row(("parallel", "schedule"), _not("gpipe", "1f1b"), "this schedule", "parallel.schedule=1f1b or gpipe"),
+    Row(("zero", "stage"), _above(2), "ZeRO stage 3", "zero.stage=2"),
+    Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
+    Row(("zero", "prefetch"), _not("auto"), "prefetching of stage 3", "zero.prefetch=auto"),
+    Row(("zero", "max_live_parameters"), _not("auto"), "this bound of stage 3", "zero.max_live_parameters=auto"),
+    Row(("zero", "keep_gathered"), _not("auto"), "this threshold of stage 3", "zero.keep_gathered=auto"),
+    Row(("zero", "replicas"), _above(1), "sharding inside a group of ranks", "zero.replicas=1"),
+    Row(("precision",), _not("fp64", "fp32", "bf16"), "fp16 with loss scaling", "precision=bf16"),
+    Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
+    Row(("comm", "hierarchy"), _not("auto", "flat"), "communication in two levels", "comm.hierarchy=auto"),
+    Row(("comm", "compression"), _not("none"), "gradient compression", "comm.compression=none"),
+    Row(("guard", "nonfinite"), _not("skip", "stop"), "rolling back to a checkpoint", "guard.nonfinite=skip or stop"),
+    Row(("guard", "spike"), _not("off", "warn", "stop"), "rolling back to a checkpoint", "guard.spike=warn or stop"),
+    Row(("metrics", "tensorboard"), _not(False), "TensorBoard output", "metrics.tensorboard=false"),
+)
+"""In the order of the schema."""
+
+
+def unbuilt(config: Config) -> Iterator[Problem]:
+    """A problem for every setting of `config` that asks for something that is not built yet."""
+    plain = config.plain()
+    for row in table:
+        value: Any = plain
+        for part in row.path:
+            value = value[part]
+        if row.refused(value):
+            setting = f"`{path_text(row.path)}: {quoted(value)}`"
+            yield Problem(row.path, f"{setting}: {row.feature} is not built yet; use {row.instead}")
