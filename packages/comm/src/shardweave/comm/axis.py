@@ -51,7 +51,9 @@ class Axis:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.ranks):
-            raise ValueError(f"axis {self.name!r}: rank {self.rank} is not one of its {len(self.ranks)} positions")
+            raise ValueError(
+                f"axis {self.name!r}: rank {self.rank} is not one of its {len(self.ranks)} positions"
+            )
         if len(self.ranks) > 1 and self.group is None:
             raise ValueError(f"axis {self.name!r} has {len(self.ranks)} ranks and so needs a process group")
 

@@ -270,7 +270,9 @@ def _check_sizes(name: str, axis: Axis, sizes: Sequence[int] | None, length: int
     if sizes is None:
         return [length] * axis.size
     if len(sizes) != axis.size or min(sizes) < 0:
-        raise ValueError(f"{name}: sizes {tuple(sizes)} have to be {axis.size} lengths, one a rank of {axis!r}")
+        raise ValueError(
+            f"{name}: sizes {tuple(sizes)} have to be {axis.size} lengths, one a rank of {axis!r}"
+        )
     return list(sizes)
 
 
@@ -279,7 +281,11 @@ def _check_out(
 ) -> Tensor:
     if out is None:
         return tensor.detach().new_empty(tuple(shape))
-    if list(out.shape) != list(shape) or not out.is_contiguous() or (same_dtype and out.dtype != tensor.dtype):
+    if (
+        list(out.shape) != list(shape)
+        or not out.is_contiguous()
+        or (same_dtype and out.dtype != tensor.dtype)
+    ):
         raise ValueError(
             f"{name}: out has to be a contiguous {tensor.dtype} tensor of shape {tuple(shape)}; "
             f"it is {out.dtype} of shape {tuple(out.shape)}"

@@ -68,9 +68,12 @@ def exchange(messages: Sequence[Message]) -> list[Pending[Tensor]]:
         message.tensor.contiguous() if message.kind == "send" else contiguous_like(message.tensor)
         for message in messages
     ]
-    works = post(messages[0].axis, [(m.kind, b, m.peer, m.tag) for m, b in zip(messages, buffers, strict=True)])
+    works = post(
+        messages[0].axis, [(m.kind, b, m.peer, m.tag) for m, b in zip(messages, buffers, strict=True)]
+    )
     return [
-        _pending(message, buffer, work) for message, buffer, work in zip(messages, buffers, works, strict=True)
+        _pending(message, buffer, work)
+        for message, buffer, work in zip(messages, buffers, works, strict=True)
     ]
 
 
@@ -105,7 +108,9 @@ def post(axis: Axis, operations: Sequence[tuple[str, Tensor, int, int]]) -> list
         works = works if len(works) == len(peers) else [works[-1]] * len(peers)
         return [work for work in works if work is not None]
     works = [
-        dist.isend(buffer, peer, axis.group, tag) if kind == "send" else dist.irecv(buffer, peer, axis.group, tag)
+        dist.isend(buffer, peer, axis.group, tag)
+        if kind == "send"
+        else dist.irecv(buffer, peer, axis.group, tag)
         for kind, buffer, peer, tag in peers
     ]
     if any(work is None for work in works):
@@ -115,7 +120,9 @@ def post(axis: Axis, operations: Sequence[tuple[str, Tensor, int, int]]) -> list
 
 def contiguous_like(tensor: Tensor) -> Tensor:
     """``tensor`` itself when it can be written as one block of memory, else a new buffer of its shape."""
-    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return (
+        tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
 
 
 def _pending(message: Message, buffer: Tensor, work: dist.Work) -> Pending[Tensor]:

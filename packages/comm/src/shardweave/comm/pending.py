@@ -52,7 +52,11 @@ class Pending(Generic[T]):
         return cls([], lambda: result)
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return without standing still."""
+        """Whether :meth:`wait` is known not to stand still.
+
+        gloo learns that a send or receive is over only while waiting for it: what is made of those says
+        no until it was waited for. So this is good for looking, not for a loop until it says yes.
+        """
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:

@@ -22,7 +22,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["DropoutStreams", "combine_keys", "keyed_dropout", "keyed_uniform", "named_generator", "named_seed"]
+__all__ = [
+    "DropoutStreams",
+    "combine_keys",
+    "keyed_dropout",
+    "keyed_uniform",
+    "named_generator",
+    "named_seed",
+]
 
 
 def named_seed(*parts: int | str) -> int:

@@ -37,7 +37,9 @@ def init(
     """
     if (store is None) != (rank is None) or (rank is None) != (world_size is None):
         raise ValueError("store, rank and world_size are given together, or none of them")
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
     if store is None and missing:
         raise ValueError(
             f"{', '.join(missing)} not in the environment: start the ranks with `shardweave train`, torchrun "

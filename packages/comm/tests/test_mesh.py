@@ -1,0 +1,90 @@
+"""The mesh: members of every axis, derived axes, two meshes at once, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from itertools import product
+
+import pytest
+import torch
+
+from shardweave import comm
+from shardweave.comm import Mesh, mesh_ranks
+
+SHAPE = {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
+
+
+def test_ranks_of_every_axis_follow_the_picture() -> None:
+    assert mesh_ranks(SHAPE, ("tp",), 5) == (4, 5)
+    assert mesh_ranks(SHAPE, ("dp",), 5) == (5, 7)
+    assert mesh_ranks(SHAPE, ("pp",), 5) == (1, 5)
+    assert mesh_ranks(SHAPE, ("pp", "tp"), 2) == (2, 3, 6, 7)
+    assert mesh_ranks(SHAPE, ("pp", "dp", "cp", "tp"), 3) == tuple(range(8))
+
+
+def test_each_rank_is_in_exactly_one_fibre_of_an_axis() -> None:
+    shape = {"pp": 2, "dp": 3, "cp": 2, "tp": 4}
+    for axes in (("pp",), ("dp", "cp"), ("pp", "tp"), ("cp",)):
+        fibres = {mesh_ranks(shape, axes, rank) for rank in range(48)}
+        assert sorted(rank for fibre in fibres for rank in fibre) == list(range(48))
+
+
+def test_one_process_is_a_mesh_without_torch_distributed() -> None:
+    mesh = Mesh()
+    assert [mesh.axis(name).size for name in ("pp", "dp", "cp", "tp", "data", "model", "world")] == [1] * 7
+    assert mesh.model.factors == (mesh.pp, mesh.tp)
+
+
+def test_a_mesh_that_does_not_fill_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dp 2 x cp 1 x tp 3 = 6 ranks, but the world has 1; start 6 ranks"):
+        Mesh(dp=2, tp=3)
+    with pytest.raises(ValueError, match="mesh axis tp=0"):
+        Mesh(tp=0)
+    with pytest.raises(ValueError, match="axis 'ep' does not exist"):
+        Mesh().axis("ep")
+
+
+@pytest.mark.ranks(8, timeout=120)
+def test_b080_groups_are_built_by_all_ranks_in_one_order() -> None:
+    rank = torch.distributed.get_rank()
+    for attempt in range(20):
+        time.sleep(random.Random(100 * attempt + rank).uniform(0, 0.02))
+        mesh = Mesh(pp=2, dp=2, tp=2)
+        for name in ("pp", "dp", "cp", "tp", "data", "model", "world"):
+            axis = mesh.axis(name)
+            total = comm.all_reduce(torch.tensor([float(rank)]), axis)
+            assert total.item() == sum(axis.ranks)
+            assert axis.ranks[axis.rank] == rank
+        assert mesh.model.ranks == mesh_ranks(mesh.shape, ("pp", "tp"), rank)
+        mesh.close()
+
+
+@pytest.mark.ranks(2)
+def test_building_and_closing_leaves_nothing_behind() -> None:
+    counts = []
+    for _ in range(8):
+        mesh = Mesh(dp=2)
+        comm.barrier(mesh.data)
+        mesh.close()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert counts[-1] == counts[2]
+
+
+@pytest.mark.ranks(4)
+def test_two_meshes_live_in_one_process() -> None:
+    first, second = Mesh(dp=2, tp=2), Mesh(tp=4)
+    rank = torch.distributed.get_rank()
+    assert comm.all_reduce(torch.tensor([rank]), first.tp).item() == sum(first.tp.ranks)
+    assert comm.all_reduce(torch.tensor([rank]), second.tp).item() == 6
+    assert first.ledger.total().calls == second.ledger.total().calls == 1
+
+
+@pytest.mark.ranks(4)
+def test_links_are_classified_by_node() -> None:
+    mesh = Mesh(dp=2, tp=2, ranks_per_node=2)
+    assert (mesh.tp.link, mesh.dp.link, mesh.world.link) == ("node", "network", "network")
+    assert [mesh.coordinates[name] for name in ("pp", "dp", "cp", "tp")] == [
+        list(point) for point in product(range(1), range(2), range(1), range(2))
+    ][torch.distributed.get_rank()]
