@@ -19,8 +19,21 @@ are pickled onto it, entry points travel as names.
 from __future__ import annotations
 
 from .entry import Entry, EntryError
-from .exits import RankExit
+from .exits import RankExit, signal_name
+from .failures import RankFault, first_fault, lost_peer
 from .group import RankGroup
 from .owner import PRELOAD, Zygote, ZygoteError
 
-__all__ = ["PRELOAD", "Entry", "EntryError", "RankExit", "RankGroup", "Zygote", "ZygoteError"]
+__all__ = [
+    "PRELOAD",
+    "Entry",
+    "EntryError",
+    "RankExit",
+    "RankFault",
+    "RankGroup",
+    "Zygote",
+    "ZygoteError",
+    "first_fault",
+    "lost_peer",
+    "signal_name",
+]

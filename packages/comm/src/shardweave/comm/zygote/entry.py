@@ -20,9 +20,20 @@ from typing import Any
 
 __all__ = ["Entry", "EntryError"]
 
+_SCRIPT = "__mp_main__"  # as multiprocessing names it
+
 
 class EntryError(ValueError):
     """An entry point that does not exist, does not import, or cannot be named."""
+
+    def __init__(self, reason: str, traceback: str = "") -> None:
+        super().__init__(reason, traceback)
+        self.reason = reason
+        self.traceback = traceback
+        """Of the import that failed in the leader; empty when there was none."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n{self.traceback}" if self.traceback else self.reason
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,12 @@ class Entry:
             return loaded or importlib.import_module(self.module)
         if loaded is not None and getattr(loaded, "__file__", None) == self.path:
             return loaded
-        spec = _spec(self.module, self.path)
+        # A script is not run again: under another name its `if __name__ == "__main__"` part stays quiet.
+        spec = _spec(_SCRIPT if self.module == "__main__" else self.module, self.path)
         if spec is None or spec.loader is None:
             raise EntryError(f"{self}: {self.path} is not a file that Python can import")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module] = module  # before it runs: dataclasses and pickle look there
+        sys.modules[spec.name] = sys.modules[self.module] = module  # before it runs: pickle looks there
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -111,7 +123,7 @@ def _found_by_name(module: str, path: str) -> bool:
 
 
 def _spec(module: str, path: str) -> ModuleSpec | None:
-    """How to load ``path`` as ``module``, through an import hook if one wants it (pytest rewrites asserts so)."""
+    """How to load ``path`` as ``module``: by an import hook if one wants it (pytest rewrites asserts so)."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)  # old finders have none
         spec: ModuleSpec | None = find_spec(module, [str(Path(path).parent)]) if find_spec else None

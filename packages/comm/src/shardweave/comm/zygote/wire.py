@@ -43,7 +43,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]] | None:
 
 
 def readable(sources: Sequence[Any], timeout: float | None) -> list[Any]:
-    """Those of ``sources`` (sockets or descriptors) that have data or are closed, after ``timeout`` seconds at most."""
+    """Those of ``sources`` (sockets, descriptors) with data or closed; waits ``timeout`` seconds for one."""
     poll = select.poll()  # not select(): descriptors above 1023 are common under pytest
     by_number = {}
     for source in sources:

@@ -1,0 +1,163 @@
+"""Runs one function on several ranks and gathers what it returns."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..zygote import PRELOAD, Entry, RankExit, RankFault, RankGroup, Zygote
+from .body import STACK_SIGNAL, BodyOrder, Report, rank_body, stack_file
+from .errors import RankError
+
+__all__ = ["end_zygote", "run_entry", "run_ranks", "warm_zygote"]
+
+GRACE = 2.0
+"""Seconds that the other ranks have to fail by themselves once one has failed; their errors are told too."""
+
+_PRELOAD = (*PRELOAD, "numpy", "pytest", "torch.testing", "shardweave.comm", "shardweave.comm.testing.body")
+
+
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Any]:
+    """Calls ``function(*args, **kwargs)`` on each of ``ranks`` new ranks; returns the results by rank.
+
+    Each rank is a process of its own with one thread for torch, in a gloo world of ``ranks`` over the
+    loopback device. The function must be defined at the top of a module (or be a test method); arguments and
+    results are pickled. stdout and stderr go where this process's go.
+
+    RankError: a rank failed; its text holds the traceback of the first that did. Or the ranks did not end
+    within ``timeout`` seconds; it then holds the stacks of those still running. No process is left either way.
+    """
+    return run_entry(Entry.of(function), ranks, args, kwargs, timeout=timeout)
+
+
+def run_entry(
+    entry: Entry, ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, timeout: float
+) -> list[Any]:
+    """:func:`run_ranks` for a function by name."""
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: a test needs at least one rank")
+    with tempfile.TemporaryDirectory(prefix="shardweave-ranks-") as directory:
+        orders = [
+            BodyOrder(
+                entry=entry,
+                arguments=args,
+                keywords=kwargs,
+                rank=rank,
+                size=ranks,
+                directory=directory,
+                timeout=max(0.8 * timeout, timeout - 3.0),  # a collective that waits in vain fails by itself
+            )
+            for rank in range(ranks)
+        ]
+        group = warm_zygote().spawn(
+            Entry.of(rank_body),
+            [(order,) for order in orders],
+            environment=[_environment(rank, ranks) for rank in range(ranks)],
+            imports=(entry,),
+            channels=True,
+        )
+        with group:
+            return _results(group, directory, timeout)
+
+
+def warm_zygote() -> Zygote:
+    """The zygote of this process, started at the first call."""
+    zygote = _shared()
+    if not zygote.alive:  # killed, or this process is a fork of the one that started it
+        _shared.cache_clear()
+        zygote = _shared()
+    return zygote
+
+
+def end_zygote() -> None:
+    """Ends this process's zygote, if there is one."""
+    if _shared.cache_info().currsize:
+        _shared().close()
+        _shared.cache_clear()
+
+
+@functools.cache  # one for the process, as it takes seconds to warm up
+def _shared() -> Zygote:
+    return Zygote.start(_PRELOAD)
+
+
+def _environment(rank: int, size: int) -> dict[str, str]:
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        # gloo looks up the host's name otherwise, which is slow or wrong on many machines
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+    }
+
+
+def _results(group: RankGroup, directory: str, timeout: float) -> list[Any]:
+    """Waits for the group; the results, or the one error that explains why there are none."""
+    size = len(group.pids)
+    _watch(group, timeout)
+    exits = group.exits  # those that we did not cause
+    stacks = _stacks(group, directory) if group.running else {}
+    group.kill()
+    reports = {rank: _report(group, rank) for rank in range(size)}
+    faults = {rank: report.fault for rank, report in reports.items() if report and report.fault}
+    for ended in exits:
+        if not ended.ok and ended.rank not in faults and reports[ended.rank] is not None:
+            faults[ended.rank] = _waited_in_vain(ended)
+    error = RankError.of_failure(size, exits, faults, stacks)
+    if stacks and (error is None or (error.fault is not None and error.fault.lost_peer)):
+        error = RankError.of_timeout(size, timeout, stacks)  # what others suffered is the fault of the silent
+    if error is not None:
+        raise error
+    values = []
+    for rank, report in reports.items():
+        if report is None:
+            raise RankError(f"rank {rank} of {size} ended with status 0 but without a result", rank=rank)
+        values.append(report.value)
+    return values
+
+
+def _waited_in_vain(ended: RankExit) -> RankFault:
+    """Of a rank that had its result and then could not end together with the others."""
+    text = "it had finished, and waited in vain for the others to finish"
+    return RankFault(time=ended.time, type="RuntimeError", message=text, traceback=text, lost_peer=True)
+
+
+def _watch(group: RankGroup, timeout: float) -> None:
+    """Until all have ended, the time is up, or the grace after the first failure is over."""
+    limit = time.monotonic() + timeout
+    failed = False
+    while group.running and (left := limit - time.monotonic()) > 0:
+        for ended in group.poll(min(left, 1.0)):
+            if not ended.ok and not failed:
+                failed = True
+                limit = min(limit, time.monotonic() + GRACE)
+
+
+def _stacks(group: RankGroup, directory: str) -> dict[int, str]:
+    """What each running rank is doing."""
+    running = group.running
+    group.signal(STACK_SIGNAL)
+    group.poll(0.5)  # a rank ends a line of its stack at a time; nothing tells when it has done
+    time.sleep(0.2)
+    return {rank: stack_file(directory, rank).read_text(errors="replace") for rank in running}
+
+
+def _report(group: RankGroup, rank: int) -> Report | None:
+    message = group.message(rank)
+    if not message:
+        return None
+    try:
+        report: Report = pickle.loads(message)  # noqa: S301 -- from the pipe to our own rank
+    except (EOFError, pickle.UnpicklingError):  # killed while it was writing
+        return None
+    return report

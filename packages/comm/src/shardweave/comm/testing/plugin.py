@@ -1,0 +1,83 @@
+"""The pytest marker ``@pytest.mark.ranks(n, timeout=60)``: the body of the test runs on ``n`` ranks.
+
+pytest sets the fixtures up in its own process, once; what the test asks for is pickled and handed to every
+rank (``tmp_path``, parametrized values, data). The zygote starts before the tests are collected, while this
+process has only imported: a fork of one that has run a parallel region would hang.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+
+from ..zygote import Entry, EntryError
+from .errors import RankError
+from .harness import end_zygote, run_entry, warm_zygote
+
+__all__ = ["pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+
+_MARKER = (
+    "ranks(n, timeout=60): run the test's body on n ranks, each a process with torch.distributed initialised "
+    "(gloo, loopback); fails with the first failing rank's traceback, or after timeout seconds"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+    if not (config.option.help or config.option.collectonly):
+        warm_zygote()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    end_zygote()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a marked test on its ranks instead of here."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    number, timeout = _read_marker(*marker.args, **marker.kwargs)
+    error = _outcome(pyfuncitem, number, timeout)
+    if isinstance(error, RankError) and error.fault is not None and error.fault.type == "Skipped":
+        pytest.skip(error.fault.message)
+    if error is not None:
+        pytest.fail(str(error), pytrace=False)  # the traceback that matters is in the text
+    return True
+
+
+def _outcome(item: pytest.Function, ranks: int, timeout: float) -> RankError | EntryError | None:
+    fixtures = _fixtures(item)
+    try:
+        run_entry(_entry(item), ranks, (), fixtures, timeout=timeout)
+    except (RankError, EntryError) as error:
+        return error
+    return None
+
+
+def _read_marker(n: int, timeout: float = 60.0) -> tuple[int, float]:
+    return n, timeout
+
+
+def _entry(item: pytest.Function) -> Entry:
+    name = item.originalname
+    if item.cls is not None:
+        name = f"{item.cls.__qualname__}.{name}"
+    return Entry(item.module.__name__, name, str(item.path))
+
+
+def _fixtures(item: pytest.Function) -> dict[str, Any]:
+    """The arguments of the test, each of which must survive the way to another process."""
+    wanted = {
+        name: item.funcargs[name] for name in inspect.signature(item.obj).parameters if name in item.funcargs
+    }
+    for name, value in wanted.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            pytest.fail(f"fixture {name!r} cannot be sent to the ranks of this test: {error}", pytrace=False)
+    return wanted
