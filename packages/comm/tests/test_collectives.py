@@ -114,7 +114,7 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(dim: int) -> None:
         sizes = (1, 0, 2)
         narrow = [x.narrow(dim, 0, 3) for x in inputs]
         part = comm.reduce_scatter(narrow[axis.rank], axis, dim, sizes=sizes)
-        assert torch.equal(part, torch.split(torch.stack(narrow).sum(0), sizes, dim)[axis.rank])
+        assert torch.equal(part, torch.split(torch.stack(narrow).sum(0), list(sizes), dim)[axis.rank])
         mean = comm.reduce_scatter(inputs[axis.rank], axis, dim, op="mean")
         assert torch.equal(mean, torch.stack(inputs).sum(0).div(3).chunk(3, dim)[axis.rank])
 

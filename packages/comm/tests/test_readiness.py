@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,11 +61,12 @@ def test_a_deferred_weight_gradient_makes_it_final_when_it_runs() -> None:
 
 
 def test_pieces_run_in_order_and_in_part() -> None:
-    p, order = nn.Parameter(torch.ones(1)), []
+    p = nn.Parameter(torch.ones(1))
+    order: list[int] = []
     p.grad = torch.zeros(1)
     final, queue = listening(p), WeightGradients()
     for number in range(3):
-        queue.put([p], lambda number=number: order.append(number))
+        queue.put([p], partial(order.append, number))
     queue.run(2)
     assert order == [0, 1]
     assert final == []

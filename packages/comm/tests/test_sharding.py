@@ -30,14 +30,15 @@ def test_without_a_record_a_parameter_is_replicated_everywhere() -> None:
 
 
 def test_names_are_paths_and_records_are_kept() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    set_sharding(model[0].bias, Sharding("", (6,), splits=(Split(Axis.single("tp"), 0, 3),)))
+    first = nn.Linear(2, 3)
+    model = nn.Sequential(first, nn.Linear(3, 2))
+    set_sharding(first.bias, Sharding("", (6,), splits=(Split(Axis.single("tp"), 0, 3),)))
     name_parameters(model, "stage.")
     assert [sharding_of(p).name for p in model.parameters()] == [
         "stage.0.weight", "stage.0.bias", "stage.1.weight", "stage.1.bias",
     ]  # fmt: skip
-    assert sharding_of(model[0].bias).shape == (6,)
-    assert full_index(model[0].bias) == (slice(3, 6),)
+    assert sharding_of(first.bias).shape == (6,)
+    assert full_index(first.bias) == (slice(3, 6),)
 
 
 def test_decay_goes_by_the_full_shape() -> None:

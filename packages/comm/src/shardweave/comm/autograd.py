@@ -86,7 +86,7 @@ def exchange_between(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) 
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    return cast(Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]
+    return cast(Tensor, function.apply(*arguments))
 
 
 def _lengths(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:

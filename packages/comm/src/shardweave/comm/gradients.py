@@ -82,4 +82,5 @@ def _by_partial_axis(parameters: Iterable[Tensor]) -> dict[Axis, list[Tensor]]:
 
 def _norm(grad: Tensor) -> Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
-    return torch.linalg.vector_norm(grad.detach(), dtype=wide).to(torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(grad.detach(), dtype=wide)
+    return norm.to(torch.float64)

@@ -67,7 +67,8 @@ def combine_keys(keys: Tensor, index: Tensor) -> Tensor:
 def keyed_uniform(keys: Tensor, size: int, offset: int = 0) -> Tensor:
     """Float32 numbers in [0, 1), ``[*keys.shape, size]``: numbers ``offset ...`` of each key's sequence."""
     bits = _bits(keys, size, offset)
-    return ((bits >> 8) & 0xFFFFFF).to(torch.float32).mul(1.0 / (1 << 24))
+    numbers: Tensor = ((bits >> 8) & 0xFFFFFF).to(torch.float32)
+    return numbers.mul(1.0 / (1 << 24))
 
 
 def keyed_dropout(x: Tensor, probability: float, keys: Tensor, offset: int = 0) -> Tensor:
@@ -80,7 +81,7 @@ def keyed_dropout(x: Tensor, probability: float, keys: Tensor, offset: int = 0) 
         raise ValueError(f"dropout probability {probability} is not in [0, 1]")
     if probability == 0.0:
         return x
-    return cast(Tensor, _KeyedDropout.apply(x, probability, keys, offset))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _KeyedDropout.apply(x, probability, keys, offset))
 
 
 class _KeyedDropout(torch.autograd.Function):

@@ -92,7 +92,7 @@ class GradientWork:
         entry = (listener, every)
         self._listeners.append(entry)
         if self._hook is None:
-            self._hook = parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+            self._hook = parameter.register_post_accumulate_grad_hook(self.arrived)
         return Subscription(self._listeners, entry)
 
 
