@@ -81,7 +81,7 @@ def keyed_dropout(x: Tensor, probability: float, keys: Tensor, offset: int = 0) 
         raise ValueError(f"dropout probability {probability} is not in [0, 1]")
     if probability == 0.0:
         return x
-    return cast(Tensor, _KeyedDropout.apply(x, probability, keys, offset))
+    return cast(Tensor, _KeyedDropout.apply(x, probability, keys, offset))  # type: ignore[no-untyped-call]
 
 
 class _KeyedDropout(torch.autograd.Function):
@@ -92,7 +92,8 @@ class _KeyedDropout(torch.autograd.Function):
         keep = _bits(keys, x.shape[-1], offset) >= threshold
         ctx.scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
         ctx.save_for_backward(keep)
-        return x * keep * ctx.scale
+        dropped: Tensor = x * keep * ctx.scale
+        return dropped
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
