@@ -132,8 +132,8 @@ def install(session: nox.Session, packages: Iterable[str], *tools: str, editable
     own = site_packages(Path(session.virtualenv.location))
     (own / "shardweave_base.pth").write_text(f"{site_packages(BASE)}\n", encoding="utf-8")
     packages = list(packages)
-    stale = [str(project(package)["name"]) for package in PACKAGES if package not in packages]
-    if stale and any(own.glob("shardweave_*.dist-info")):
+    names = [str(project(package)["name"]) for package in PACKAGES if package not in packages]
+    if stale := [name for name in names if any(own.glob(f"{name.replace('-', '_')}-*.dist-info"))]:
         session.run_install("python", "-m", "pip", "uninstall", "--quiet", "--yes", *stale, env=ENVIRONMENT)
     folders = [f"./packages/{package}" for package in packages]
     pip_install(session, *(("-e" + folder if editable else folder) for folder in folders), *tools)
