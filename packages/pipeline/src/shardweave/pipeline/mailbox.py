@@ -1,0 +1,188 @@
+"""The values of one step on their way between stages.
+
+The program says what to post when; here is how a value becomes messages. Every value sent forward is one
+message per tensor, with a header in front while its shape is not agreed on; a gradient is one per tensor that
+requires one.
+
+[Note: Tags and order]
+    gloo matches messages by tag, so a receive of a header can be posted ahead and that of the tensors when
+    the header has been read, in whatever order. NCCL ignores tags: what is posted first pairs up first. There
+    a header is waited for where it is posted, and the tensors are posted right behind it. With agreed shapes
+    there is no header and both post everything ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardweave import comm
+from shardweave.comm import Axis, Message, Pending
+
+from .actions import Action
+from .lowering import Transfer
+from .values import HEADER_LENGTH, Signature, decode, encode
+
+__all__ = ["Mailbox", "Shapes"]
+
+_PARTS = 64
+"""Tags of one value: its header and its tensors, of which there are fewer."""
+_STAGES = 4096
+_TAGS = 1 << 30
+"""Tags are below this number (comm's rule); values so far apart that their tags meet pair up by order."""
+
+
+@dataclass
+class Shapes:
+    """What each stage passes on, agreed on in the first step where shapes are fixed."""
+
+    dynamic: bool
+    """Whether shapes may change; then every value has a header, in every step."""
+    agreed: dict[int, Signature] = field(default_factory=dict)
+    """By stage, what it passes forward."""
+    settled: bool = False
+    """Whether a whole step has run, so that both ends know the shapes."""
+
+    @property
+    def headers(self) -> bool:
+        """Whether values carry headers in this step."""
+        return self.dynamic or not self.settled
+
+    def check(self, action: Action, signature: Signature) -> None:
+        """Raises ValueError when fixed shapes were asked for and ``action``'s value deviates."""
+        if self.dynamic:
+            return
+        expected = self.agreed.setdefault(action.stage, signature)
+        if signature != expected:
+            raise ValueError(
+                f"stage {action.stage} passes on {signature} for micro-batch {action.micro_batch}, after "
+                f"{expected} before; with dynamic_shapes=False all are alike: use dynamic_shapes=True, or "
+                "leave out the smaller last batch"
+            )
+
+
+class Mailbox:
+    """Takes values from the stages of this rank, and gives the stages what they need."""
+
+    def __init__(self, axis: Axis, shapes: Shapes, device: torch.device, *, tagged: bool) -> None:
+        self._axis, self._shapes, self._device, self._tagged = axis, shapes, device, tagged
+        self._outgoing: dict[Action, tuple[Tensor, ...]] = {}
+        self._signatures: dict[Action, Signature] = {}  # of forward values, put or taken
+        self._sending: dict[Action, list[Pending[Tensor]]] = {}
+        self._headers: dict[Action, tuple[Pending[Tensor], int]] = {}  # with the rank it comes from
+        self._arriving: dict[Action, list[Pending[Tensor]]] = {}
+
+    def put(self, action: Action, tensors: tuple[Tensor, ...], signature: Signature | None = None) -> None:
+        """Hands in what ``action`` produced: a value with its signature, or gradients without.
+
+        Raises:
+            ValueError: the shape deviates from what was agreed on.
+        """
+        if signature is not None:
+            self._shapes.check(action, signature)
+            self._signatures[action] = signature
+        self._outgoing[action] = tensors
+
+    def take(self, action: Action) -> tuple[Tensor, ...]:
+        """What ``action`` produced, once it is there; each value is taken once."""
+        if action in self._outgoing:  # the neighbouring stage is on this rank
+            return self._outgoing.pop(action)
+        self._read_header(action)
+        return tuple(pending.wait() for pending in self._arriving.pop(action))
+
+    def take_gradient(self, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+        """What the backward of ``stage`` produced, be it a whole one or the input's half."""
+        half = Action("I", stage, micro_batch)
+        is_half = half in self._outgoing or half in self._arriving
+        return self.take(half if is_half else Action("B", stage, micro_batch))
+
+    def signature(self, action: Action) -> Signature:
+        """The signature of a forward value that was put or taken."""
+        return self._signatures[action]
+
+    def post(self, transfers: Sequence[Transfer]) -> None:
+        """Posts sends and receives in this order, without waiting, but see [Note: Tags and order]."""
+        if self._tagged or not self._shapes.headers:
+            self._exchange([(transfer, self._messages(transfer)) for transfer in transfers])
+            return
+        for transfer in transfers:
+            messages = self._messages(transfer)
+            headers = 1 if self._is_headed(transfer.action) else 0
+            self._exchange([(transfer, messages[:headers])])
+            if transfer.is_send:
+                self._exchange([(transfer, messages[headers:])])
+            elif headers:
+                self._read_header(transfer.action)
+            else:
+                self._exchange([(transfer, messages)])
+
+    def settle(self, actions: Sequence[Action]) -> None:
+        """Waits until what these actions produced has been sent, and lets go of it."""
+        for action in actions:
+            for pending in self._sending.pop(action):
+                pending.wait()
+
+    def _exchange(self, batch: Sequence[tuple[Transfer, list[Message]]]) -> None:
+        """Posts the messages of several transfers together and files the handles."""
+        handles = iter(comm.exchange([message for _, messages in batch for message in messages]))
+        for transfer, messages in batch:
+            mine = [next(handles) for _ in messages]
+            if transfer.is_send:
+                self._sending.setdefault(transfer.action, []).extend(mine)
+            elif mine and self._is_headed(transfer.action):
+                self._headers[transfer.action] = (mine[0], transfer.peer)
+            else:
+                self._arriving[transfer.action] = mine
+
+    def _messages(self, transfer: Transfer) -> list[Message]:
+        action, peer = transfer.action, transfer.peer
+        if transfer.is_send:
+            headers = []
+            if self._is_headed(action):
+                header = encode(self._signatures[action], f"the output of stage {action.stage}")
+                headers = [Message.send(header.to(self._device), self._axis, peer, self._tag(action, 0))]
+            return headers + [
+                Message.send(tensor, self._axis, peer, self._tag(action, part))
+                for part, tensor in enumerate(self._outgoing.pop(action), start=1)
+            ]
+        if self._is_headed(action):
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
+            return [Message.receive(header, self._axis, peer, self._tag(action, 0))]
+        if action.kind == "F":
+            self._signatures[action] = self._shapes.agreed[action.stage]
+        return self._receives(action, peer)
+
+    def _receives(self, action: Action, peer: int) -> list[Message]:
+        """Receives of the tensors of a value whose signature is known."""
+        if action.kind == "F":
+            buffers = self._signatures[action].empty(self._device)
+        else:
+            forward = Action("F", action.stage - 1, action.micro_batch)
+            buffers = self._signatures[forward].empty_gradients(self._device)
+        return [
+            Message.receive(buffer, self._axis, peer, self._tag(action, part))
+            for part, buffer in enumerate(buffers, start=1)
+        ]
+
+    def _read_header(self, action: Action) -> None:
+        """Waits for the header of ``action``'s value, if it has one, and posts the receives of the tensors."""
+        if action not in self._headers:
+            return
+        header, peer = self._headers.pop(action)
+        signature = self._signatures[action] = decode(header.wait())
+        if not self._shapes.dynamic:
+            self._shapes.agreed.setdefault(action.stage, signature)
+        self._arriving[action] = comm.exchange(self._receives(action, peer))
+
+    def _is_headed(self, action: Action) -> bool:
+        return action.kind == "F" and self._shapes.headers
+
+    def _tag(self, action: Action, part: int) -> int:
+        """The same number on both ends, different for all messages that can be under way together."""
+        if not self._tagged:
+            return 0
+        value = (2 * action.micro_batch + (action.kind != "F")) * _STAGES + action.stage
+        return (value * _PARTS + part) % _TAGS
