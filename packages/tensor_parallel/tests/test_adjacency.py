@@ -1,0 +1,57 @@
+"""Separate parameters in one piece of memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from packages.tensor_parallel.tests.reference import values
+from shardweave.tensor_parallel.adjacency import joined, place_adjacent
+
+
+def parameters(*rows: int) -> list[nn.Parameter]:
+    return [nn.Parameter(values(count, 3, seed=count)) for count in rows]
+
+
+def test_placing_keeps_objects_and_values() -> None:
+    placed = parameters(2, 0, 4)
+    before = [parameter.detach().clone() for parameter in placed]
+    assert joined(placed) is None
+    place_adjacent(placed)
+    together = joined(placed)
+    assert together is not None
+    assert torch.equal(together, torch.cat(before))
+    with torch.no_grad():
+        placed[2][0, 0] = 7.0
+    assert together[2, 0] == 7.0  # the same memory
+
+
+def test_what_moved_is_noticed() -> None:
+    placed = parameters(2, 4)
+    place_adjacent(placed)
+    placed[1].data = placed[1].detach().clone()
+    assert joined(placed) is None
+    flat = torch.zeros(40, dtype=torch.float64)
+    placed[0].data, placed[1].data = flat[5:11].view(2, 3), flat[11:23].view(4, 3)
+    assert joined(placed) is not None
+    placed[1].data = flat[12:24].view(4, 3)  # with a gap
+    assert joined(placed) is None
+    placed[0].data, placed[1].data = flat[17:23].view(2, 3), flat[5:17].view(4, 3)  # in the other order
+    assert joined(placed) is None
+
+
+def test_neighbours_in_different_storages_are_not_joined() -> None:
+    memory = torch.zeros(12, dtype=torch.float64)
+    first, second = memory[:6].view(2, 3), torch.from_numpy(memory.numpy()[6:]).view(2, 3)
+    assert second.data_ptr() == first.data_ptr() + 6 * 8
+    assert joined([first, second]) is None
+
+
+def test_different_kinds_are_not_joined() -> None:
+    flat = torch.zeros(24)
+    assert joined([flat[:6].view(2, 3), flat[6:12].view(3, 2)]) is None
+    assert joined([flat[:4].view(2, 2).t(), flat[4:8].view(2, 2)]) is None
+    meta = [nn.Parameter(torch.empty(2, 3, device="meta")) for _ in range(2)]
+    place_adjacent(meta)
+    assert joined(meta) is None
+    assert joined(meta[:1]) is meta[0]
