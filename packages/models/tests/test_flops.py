@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from shardweave.models import TransformerConfig, flops
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardweave.comm import Mesh, all_reduce
+from shardweave.models import Transformer, TransformerConfig, flops
 
 
 def _case(kv_heads: int) -> TransformerConfig:
@@ -80,3 +85,25 @@ def test_wrong_arguments_are_named() -> None:
         flops(_case(2), batch=1, recompute="half")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch: 0"):
         flops(_case(2), batch=0)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_b120_torch_counts_the_same(kv_heads: int) -> None:
+    """With attention dropout the core is written out; torch's counter does not know the fused one of the CPU."""
+    config = replace(_case(kv_heads), attention_dropout=0.1)
+    assert _counted(Transformer(config), config) == flops(config, batch=1).model
+
+
+@pytest.mark.ranks(2)
+def test_b120_ranks_share_the_count() -> None:
+    mesh = Mesh(tp=2)
+    config = replace(_case(4), attention_dropout=0.1)
+    counted = torch.tensor(_counted(Transformer(config, tensor=mesh.tp, sequence_parallel=True), config))
+    assert all_reduce(counted, mesh.tp).item() == flops(config, batch=1).model
+
+
+def _counted(model: Transformer, config: TransformerConfig) -> int:
+    tokens = torch.arange(config.sequence).unsqueeze(0)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(model(tokens), tokens).backward()
+    return int(counter.get_total_flops())

@@ -1,0 +1,150 @@
+"""A transformer written plainly, on a dict of full weights by canonical name, to compare the package with.
+
+It shares no code with the package: attention is a loop over heads, norms are spelled out, and the batch comes
+first. Weights are those of ``Transformer.state_dict()`` in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardweave import comm
+from shardweave.models import Part, Transformer, TransformerConfig
+
+__all__ = ["FAMILIES", "batch_of", "build", "reference_logits", "reference_loss"]
+
+_SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "sequence": 8}
+
+FAMILIES: dict[str, TransformerConfig] = {
+    "gpt2": TransformerConfig(**_SMALL, position="learned", activation="gelu_tanh"),
+    "bloom": TransformerConfig(**_SMALL, position="alibi", embedding_norm=True, activation="gelu"),
+    "llama": TransformerConfig(
+        **_SMALL, kv_heads=2, position="rotary", norm="rmsnorm", activation="swiglu", tie_embeddings=False
+    ),
+    "mixed": TransformerConfig(
+        **_SMALL, kv_heads=1, ffn=13, position="learned", embedding_norm=True, norm="rmsnorm",
+        activation="swiglu", bias=True, head_dim=6,
+    ),
+    "plain": TransformerConfig(
+        **_SMALL, position="rotary", activation="gelu", bias=False, tie_embeddings=False, rotary_base=100.0
+    ),
+}  # fmt: skip
+"""A small covering set: every value of every option occurs, with each kind of norm, head and position."""
+
+
+def batch_of(config: TransformerConfig, sequence: int = 8, batch: int = 3) -> tuple[Tensor, Tensor]:
+    """Tokens and targets ``[b, s]``, two of the targets ignored."""
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(config.vocab, (batch, sequence + 1), generator=generator)
+    targets = text[:, 1:].clone()
+    targets[0, 2:4] = -100
+    return text[:, :-1], targets
+
+
+def build(
+    config: TransformerConfig,
+    *,
+    tensor: comm.Axis | None = None,
+    sequence_parallel: bool = False,
+    part: Part | None = None,
+) -> Transformer:
+    """A float64 model whose every parameter is moved off its initial value, so that biases and norms count."""
+    model = Transformer(
+        config, tensor=tensor, sequence_parallel=sequence_parallel, part=part, dtype=torch.float64
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            record = comm.sharding_of(parameter)
+            noise = torch.randn(
+                record.shape, generator=comm.named_generator(9, record.name), dtype=torch.float64
+            )
+            parameter.add_(noise[comm.full_index(parameter)], alpha=0.2)
+    return model
+
+
+def reference_logits(config: TransformerConfig, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits ``[b, s, vocab]`` of ``tokens`` ``[b, s]``."""
+    x = weights["embedding.weight"][tokens]
+    if config.position == "learned":
+        x = x + weights["position.weight"][: tokens.shape[1]]
+    if config.embedding_norm:
+        x = _norm(config, weights, "embedding_norm", x)
+    for layer in range(config.layers):
+        name = f"layers.{layer}"
+        normed = _norm(config, weights, f"{name}.attention_norm", x)
+        x = x + _attention(config, weights, f"{name}.attention", normed)
+        normed = _norm(config, weights, f"{name}.mlp_norm", x)
+        x = x + _mlp(config, weights, f"{name}.mlp", normed)
+    head = weights["embedding.weight" if config.tie_embeddings else "head.weight"]
+    return _norm(config, weights, "norm", x) @ head.T
+
+
+def reference_loss(
+    config: TransformerConfig, weights: Mapping[str, Tensor], tokens: Tensor, targets: Tensor
+) -> Tensor:
+    """The sum over the tokens whose target is not -100."""
+    logits = reference_logits(config, weights, tokens)
+    total = logits.new_zeros(())
+    for row, target in zip(logits.flatten(0, 1), targets.flatten().tolist(), strict=True):
+        if target != -100:
+            total = total + torch.logsumexp(row, 0) - row[target]
+    return total
+
+
+def _linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def _norm(config: TransformerConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    if config.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    scaled = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps) * weights[f"{name}.weight"]
+    return scaled + weights[f"{name}.bias"] if config.norm == "layernorm" else scaled
+
+
+def _attention(config: TransformerConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    size, length = config.head_size, x.shape[1]
+    query, key, value = (_linear(weights, f"{name}.{role}", x) for role in ("query", "key", "value"))
+    outputs = []
+    for head in range(config.heads):
+        own = slice(head * size, (head + 1) * size)
+        shared = head * config.num_kv_heads // config.heads
+        other = slice(shared * size, (shared + 1) * size)
+        q, k, v = query[..., own], key[..., other], value[..., other]
+        if config.position == "rotary":
+            q, k = _rotate(config, q), _rotate(config, k)
+        scores = q @ k.transpose(1, 2) / math.sqrt(size)
+        if config.position == "alibi":
+            slope = 2.0 ** (-8.0 * (head + 1) / config.heads)  # the number of heads is a power of two here
+            places = torch.arange(length)
+            scores = scores - slope * (places[:, None] - places[None, :])
+        future = torch.ones(length, length).triu(1).bool()
+        outputs.append(torch.softmax(scores.masked_fill(future, -math.inf), -1) @ v)
+    return _linear(weights, f"{name}.output", torch.cat(outputs, -1))
+
+
+def _rotate(config: TransformerConfig, x: Tensor) -> Tensor:
+    """Pairs (i, i + d/2) as complex numbers, turned by position * base^(-2i/d)."""
+    half = config.head_size // 2
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    speed = config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speed
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def _mlp(config: TransformerConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    up = _linear(weights, f"{name}.up", x)
+    if config.activation == "swiglu":
+        gate = _linear(weights, f"{name}.gate", x)
+        inner = gate / (1 + torch.exp(-gate)) * up
+    elif config.activation == "gelu":
+        inner = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
+    else:
+        inner = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    return _linear(weights, f"{name}.down", inner)

@@ -1,0 +1,118 @@
+"""Initial values depend on the seed and the canonical name, and on nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from packages.models.tests.reference import FAMILIES
+
+from shardweave import comm
+from shardweave.comm import Mesh
+from shardweave.models import (
+    Constant,
+    Normal,
+    Part,
+    Transformer,
+    TransformerConfig,
+    initial_rule,
+    local_shape,
+    parameter_shapes,
+)
+
+WIDE = TransformerConfig(
+    layers=2, hidden=256, heads=4, ffn=256, vocab=64, sequence=16, activation="swiglu", bias=True
+)
+
+
+def test_rules_by_name() -> None:
+    config = TransformerConfig(layers=8, hidden=16, heads=2, vocab=11, sequence=8, embedding_norm=True)
+    residual = Normal(0.02 / math.sqrt(16))
+    expected = {
+        "embedding.weight": Normal(0.02),
+        "position.weight": Normal(0.02),
+        "embedding_norm.weight": Constant(1.0),
+        "embedding_norm.bias": Constant(0.0),
+        "layers.7.attention_norm.weight": Constant(1.0),
+        "layers.7.attention.query.weight": Normal(0.02),
+        "layers.7.attention.query.bias": Constant(0.0),
+        "layers.7.attention.output.weight": residual,
+        "layers.7.attention.output.bias": Constant(0.0),
+        "layers.7.mlp_norm.bias": Constant(0.0),
+        "layers.7.mlp.up.weight": Normal(0.02),
+        "layers.7.mlp.down.weight": residual,
+        "norm.weight": Constant(1.0),
+        "head.weight": Normal(0.02),
+    }
+    assert {name: initial_rule(config, name) for name in expected} == expected
+
+
+def test_deviations_are_those_of_the_rules() -> None:
+    model = Transformer(WIDE, seed=1)
+    for name, parameter in model.named_parameters():
+        rule = initial_rule(WIDE, name)
+        if isinstance(rule, Normal):
+            assert parameter.std().item() == pytest.approx(rule.std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 5 * rule.std / math.sqrt(parameter.numel()), name
+        else:
+            assert torch.equal(parameter, torch.full_like(parameter, rule.value)), name
+
+
+def test_seed_and_name_alone_decide() -> None:
+    first, again, other = (dict(Transformer(WIDE, seed=seed).named_parameters()) for seed in (1, 1, 2))
+    query = "layers.0.attention.query.weight"
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first[query], other[query])
+    assert not torch.equal(first[query], first["layers.1.attention.query.weight"])
+    assert not torch.equal(first[query], first["layers.0.attention.key.weight"])
+    deeper = dict(Transformer(replace(WIDE, layers=3), seed=1).named_parameters())
+    assert torch.equal(first[query], deeper[query])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_b030_the_same_in_every_dtype(dtype: torch.dtype) -> None:
+    narrow, single = (
+        dict(Transformer(WIDE, dtype=kind).named_parameters()) for kind in (dtype, torch.float32)
+    )
+    for name, parameter in narrow.items():
+        assert torch.equal(parameter, single[name].to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "pp"),
+    [
+        pytest.param(tp, dp, pp, marks=pytest.mark.ranks(tp * dp * pp))
+        for tp, dp, pp in [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
+    ],
+)
+def test_b030_gathered_weights_are_bit_equal_in_every_layout(tp: int, dp: int, pp: int) -> None:
+    mesh = Mesh(tp=tp, dp=dp, pp=pp)
+    part = Part.whole(WIDE)
+    if pp == 2:
+        first, last = Part(0, 1, embedding=True, head=False), Part(1, 2, embedding=False, head=True)
+        part = first if mesh.pp.is_first else last
+    local = dict(
+        Transformer(WIDE, tensor=mesh.tp, sequence_parallel=True, part=part, seed=7).named_parameters()
+    )
+    whole = dict(Transformer(WIDE, seed=7).named_parameters())
+    for entry in parameter_shapes(WIDE, part):
+        piece = local[entry.name].detach()
+        if entry.dim is not None:
+            sizes = [local_shape(entry, tp, rank)[entry.dim] for rank in range(tp)]
+            piece = comm.all_gather(piece, mesh.tp, entry.dim, sizes=sizes)
+        assert torch.equal(piece, whole[entry.name]), entry.name
+        replicas = comm.broadcast(piece.clone(), mesh.dp)
+        assert torch.equal(piece, replicas), entry.name
+
+
+@pytest.mark.ranks(4)
+def test_copied_key_heads_start_as_the_head_they_copy() -> None:
+    """1 key head on 4 ranks: four copies of it."""
+    config = FAMILIES["mixed"]
+    axis = Mesh(tp=4).tp
+    split, whole = Transformer(config, tensor=axis), Transformer(config)
+    for left, right in zip(split.layers.values(), whole.layers.values(), strict=True):
+        assert torch.equal(left.attention.key.weight, right.attention.key.weight)
+        assert comm.sharding_of(left.attention.key.weight).splits[0].copy == axis.rank
