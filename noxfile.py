@@ -38,7 +38,7 @@ QUICKSTART = ROOT / "packages/launcher/src/shardweave/launcher/quickstart.yaml"
 
 # Shared by all environments. numpy, because torch warns without it; hatchling and editables, because the
 # packages are then built without a download each.
-BASE_REQUIREMENTS = ("torch", "numpy", "pytest", "pytest-timeout", "hatchling", "editables")
+BASE_REQUIREMENTS = ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "hatchling", "editables")
 
 # One thread a rank: the ranks themselves fill the cores.
 ENVIRONMENT = {
@@ -250,7 +250,7 @@ def dev(session: nox.Session) -> None:
     session.run(
         python, "-m", "pip", "install", "-c", str(CONSTRAINTS),
         *(f"-e./packages/{package}" for package in PACKAGES),
-        "numpy", "pytest", "pytest-timeout", "ruff", "import-linter", "mypy", "types-PyYAML",
+        "numpy", "pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "mypy", "types-PyYAML",
         "mkdocs", "mkdocs-material", "mkdocstrings[python]",
         env=ENVIRONMENT, external=True,
     )  # fmt: skip

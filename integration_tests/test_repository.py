@@ -182,6 +182,15 @@ def test_every_module_says_what_it_offers(package: str) -> None:
         assert "__all__" in assigned, f"{path.relative_to(ROOT)} has no __all__"
 
 
+@each_package
+def test_nothing_is_left_unfinished(package: str) -> None:
+    """No test is switched off, and no line promises to be written later: what is open is an issue."""
+    unfinished = re.compile(r"pytest\.mark\.(skip|xfail)|\bNotImplementedError\b|\b(TODO|FIXME|XXX)\b")
+    for path in sorted((ROOT / "packages" / package).rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            assert not unfinished.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
 def test_imports_point_downwards() -> None:
     """The import-linter contract in pyproject.toml, over the installed packages."""
     command = Path(sys.executable).with_name("lint-imports")
