@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shardweave.launcher.strict_yaml import YamlError, dump, load, path_text
 
 
@@ -114,7 +115,9 @@ _leaves = (
     | st.integers()
     | st.floats(allow_nan=False)
     | st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Co", "Cn"]))
-    | st.sampled_from(["3e-4", "on", "12:30:00", "0o17", "~", "1_0", ".inf", "", " x", "a: b", "#", "!x", "*a"])
+    | st.sampled_from(
+        ["3e-4", "on", "12:30:00", "0o17", "~", "1_0", ".inf", "", " x", "a: b", "#", "!x", "*a"]
+    )
 )
 _values = st.recursive(
     _leaves,

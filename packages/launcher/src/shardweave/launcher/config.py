@@ -59,7 +59,7 @@ class _Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
-    def keys(cls) -> tuple[str, ...]:
+    def key_names(cls) -> tuple[str, ...]:
         """The keys as they are written in the file (``global``, where the field must be called ``global_``)."""
         return tuple(field.alias or name for name, field in cls.model_fields.items())
 
@@ -331,7 +331,8 @@ class Config(_Block):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Type of parameters and activations; with bf16 and fp16 the optimizer keeps fp32 masters."""
     recompute: Annotated[
-        Literal["none", "selective", "full"] | RecomputeEvery | RecomputeOperations, BeforeValidator(_recompute)
+        Literal["none", "selective", "full"] | RecomputeEvery | RecomputeOperations,
+        BeforeValidator(_recompute),
     ] = "none"
     """What backward computes again instead of keeping it: none, selective, full, {every: N}, {operations: [...]}."""
     comm: Comm = Comm()

@@ -80,7 +80,9 @@ def _problem(text: str) -> ConfigError:
 
 def _builtin() -> Iterator[bytes]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)]
+    files = [
+        path for path in root.rglob("*.py") if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)
+    ]
     if not files:
         raise _problem(
             f"data.source: builtin: this Python keeps no source files in {root}; name a .txt file instead"

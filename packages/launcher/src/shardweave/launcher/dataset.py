@@ -86,7 +86,9 @@ class Dataset:
         """The samples of the given numbers; validation samples come after the ``num_train`` others."""
         where = samples[:, None] * self.sequence + np.arange(self.sequence + 1)
         window = torch.from_numpy(self.tokens[where].astype(np.int64))  # [b, s + 1]
-        return MicroBatch(torch.from_numpy(samples.copy()), window[:, :-1].contiguous(), window[:, 1:].contiguous())
+        return MicroBatch(
+            torch.from_numpy(samples.copy()), window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shardweave.comm import named_seed
 
 __all__ = ["SampleOrder", "permute"]
@@ -44,7 +45,7 @@ def permute(index: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64
 
     def encrypt(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         high, low = values >> low_bits, values & low_mask
-        for turn in range(0, _ROUNDS, 2):  # the halves may differ by a bit, so they do not swap: they take turns
+        for turn in range(0, _ROUNDS, 2):  # the halves may differ by a bit: they take turns, not places
             high = (high ^ _hash(low, keys[turn])) & high_mask
             low = (low ^ _hash(high, keys[turn + 1])) & low_mask
         return (high << low_bits) | low
@@ -65,7 +66,7 @@ class SampleOrder:
     seed: int
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Samples number `first` to ``first + count - 1`` of the run, which may lie in several epochs: int64 [count]."""
+        """Samples number `first` to ``first + count - 1`` of the run, perhaps of several epochs: int64 ``[count]``."""
         visits = np.arange(first, first + count, dtype=np.int64)
         epochs = visits // self.length
         found = np.empty(count, dtype=np.int64)

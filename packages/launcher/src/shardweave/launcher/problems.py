@@ -73,7 +73,9 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[Problem], origins: Mapping[Path, str] | None = None) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(_place(problem.path, origins or {}) + problem.text for problem in problems))
+        super().__init__(
+            "\n".join(_place(problem.path, origins or {}) + problem.text for problem in problems)
+        )
 
 
 def _place(path: Path, origins: Mapping[Path, str]) -> str:
@@ -101,7 +103,7 @@ def quoted(value: object) -> str:
     elif isinstance(value, (list, tuple)):
         text = "[" + ", ".join(quoted(item) for item in value) + "]"
     else:
-        plain = not isinstance(value, str) or value.strip() and isinstance(_scalar(value), str)
+        plain = not isinstance(value, str) or (value.strip() and isinstance(_scalar(value), str))
         text = str(value) if plain else f'"{value}"'
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -116,18 +118,20 @@ def _keys_at(block: Path) -> tuple[str, ...]:
     """The keys that may stand in a block; none where no block can be."""
     blocks = Config.blocks()
     if not block:
-        return Config.keys()
+        return Config.key_names()
     if block[:2] == ("data", "source"):
-        return WeightedSource.keys()
-    return blocks[str(block[0])].keys() if len(block) == 1 and block[0] in blocks else ()
+        return WeightedSource.key_names()
+    return blocks[str(block[0])].key_names() if len(block) == 1 and block[0] in blocks else ()
 
 
 def unknown_key(path: Path, value: object) -> Problem:
     """The problem of a key that does not exist, with the key that was probably meant."""
     block, name = path[:-1], str(path[-1])
     siblings = _keys_at(block)
-    elsewhere = [path_text((other, name)) for other, schema in Config.blocks().items() if name in schema.keys()]
-    if block and name in Config.keys():
+    elsewhere = [
+        path_text((other, name)) for other, schema in Config.blocks().items() if name in schema.key_names()
+    ]
+    if block and name in Config.key_names():
         elsewhere.append(name)
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8)
     if not siblings:
@@ -144,8 +148,7 @@ def unknown_key(path: Path, value: object) -> Problem:
 
 def _nearest(block: Path, name: str, siblings: Sequence[str]) -> Path:
     """The most similar key: of this block, or of the abbreviations people use."""
-    candidates: dict[str, Path] = {abbreviation: there for abbreviation, there in _ABBREVIATIONS.items()}
-    candidates |= {key: (*block, key) for key in siblings}
+    candidates: dict[str, Path] = dict(_ABBREVIATIONS) | {key: (*block, key) for key in siblings}
     best = max(candidates, key=lambda word: difflib.SequenceMatcher(None, name, word).ratio())
     return candidates[best]
 
@@ -164,8 +167,12 @@ def _requirement(error: Mapping[str, Any]) -> str:
         return f"{words[kind]} {next(iter(context.values()))}"
     if kind in ("too_long", "too_short", "missing"):
         length = context.get("max_length", context.get("min_length"))
-        return f"a list of {length} values" if length is not None else f"a block with the key `{error['loc'][-1]}`"
-    return _REQUIREMENTS.get(kind, error["msg"])
+        return (
+            f"a list of {length} values"
+            if length is not None
+            else f"a block with the key `{error['loc'][-1]}`"
+        )
+    return _REQUIREMENTS.get(kind, str(error["msg"]))
 
 
 def _true_path(loc: Sequence[str | int], data: object) -> Path:
@@ -173,13 +180,11 @@ def _true_path(loc: Sequence[str | int], data: object) -> Path:
     path: list[str | int] = []
     here = data
     for part in loc:
-        if isinstance(part, str) and isinstance(here, Mapping) and part in here:
-            here = here[part]
-        elif isinstance(part, int) and isinstance(here, (list, tuple)) and part < len(here):
-            here = here[part]
-        else:
-            continue
-        path.append(part)
+        is_key = isinstance(here, Mapping) and part in here
+        is_item = isinstance(part, int) and isinstance(here, (list, tuple)) and part < len(here)
+        if is_key or is_item:
+            here = here[part]  # type: ignore[index]  # one of the two, as just asked
+            path.append(part)
     return tuple(path)
 
 

@@ -106,7 +106,12 @@ def _apply(override: str, raw: dict[str, Any], origins: dict[Path, str]) -> None
     key = key.strip()
     if not equals or not _KEY.fullmatch(key):
         raise ConfigError(
-            [Problem((), f"`{override}` is not an override; write KEY=VALUE with a dotted key: parallel.tensor=2")]
+            [
+                Problem(
+                    (),
+                    f"`{override}` is not an override; write KEY=VALUE with a dotted key: parallel.tensor=2",
+                )
+            ]
         )
     try:
         value = load(text, f"{_COMMAND_LINE}: {key}").value
@@ -128,7 +133,9 @@ def _write(path: Path, value: object, raw: dict[str, Any], origins: dict[Path, s
             inner = here[str(part)] = {}
         if not isinstance(inner, dict):
             problem = unknown_key(path, value) if depth > 1 else None
-            text = problem.text if problem else f"{path_text(path[:depth])} is given as a value, not as a block"
+            text = (
+                problem.text if problem else f"{path_text(path[:depth])} is given as a value, not as a block"
+            )
             raise ConfigError([Problem((), f"{_COMMAND_LINE}: {text}")])
         here = inner
     here[str(path[-1])] = value

@@ -33,10 +33,16 @@ def _when(condition: Callable[[Config], bool], reason: str) -> Callable[[Config]
 
 
 _DENSE = _when(lambda config: config.model.experts == 0, "`model.experts` is 0: there are no experts")
-_ONE_STAGE = _when(lambda config: config.parallel.pipeline == 1, "`parallel.pipeline` is 1: there is one stage")
-_NOT_ADAM = _when(lambda config: config.optimizer.name == "sgd", "`optimizer.name` is sgd, which has no moments")
+_ONE_STAGE = _when(
+    lambda config: config.parallel.pipeline == 1, "`parallel.pipeline` is 1: there is one stage"
+)
+_NOT_ADAM = _when(
+    lambda config: config.optimizer.name == "sgd", "`optimizer.name` is sgd, which has no moments"
+)
 _CONSTANT = _when(lambda config: config.optimizer.schedule == "constant", "`optimizer.schedule` is constant")
-_NO_TENSOR = _when(lambda config: config.parallel.tensor == 1, "`parallel.tensor` is 1: there is nothing to share")
+_NO_TENSOR = _when(
+    lambda config: config.parallel.tensor == 1, "`parallel.tensor` is 1: there is nothing to share"
+)
 _PLAIN = _when(lambda config: config.comm.compression == "none", "`comm.compression` is none")
 _NO_VALIDATION = _when(
     lambda config: config.data.validation == 0, "`data.validation` is 0: there are no samples to evaluate on"

@@ -110,8 +110,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Composer.resolve = _resolve  # type: ignore[assignment, method-assign]
-_Dumper.resolve = _resolve  # type: ignore[assignment, method-assign]
+_Composer.resolve = _resolve  # type: ignore[method-assign]
+_Dumper.resolve = _resolve  # type: ignore[method-assign]
 _Dumper.add_representer(
     list, lambda dumper, items: dumper.represent_sequence(_TAG + "seq", items, flow_style=True)
 )

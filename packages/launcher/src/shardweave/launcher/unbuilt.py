@@ -50,15 +50,30 @@ table: tuple[Row, ...] = (
     Row(("zero", "stage"), _above(2), "ZeRO stage 3", "zero.stage=2"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
     Row(("zero", "prefetch"), _not("auto"), "prefetching of stage 3", "zero.prefetch=auto"),
-    Row(("zero", "max_live_parameters"), _not("auto"), "this bound of stage 3", "zero.max_live_parameters=auto"),
+    Row(
+        ("zero", "max_live_parameters"),
+        _not("auto"),
+        "this bound of stage 3",
+        "zero.max_live_parameters=auto",
+    ),
     Row(("zero", "keep_gathered"), _not("auto"), "this threshold of stage 3", "zero.keep_gathered=auto"),
     Row(("zero", "replicas"), _above(1), "sharding inside a group of ranks", "zero.replicas=1"),
     Row(("precision",), _not("fp64", "fp32", "bf16"), "fp16 with loss scaling", "precision=bf16"),
     Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
     Row(("comm", "hierarchy"), _not("auto", "flat"), "communication in two levels", "comm.hierarchy=auto"),
     Row(("comm", "compression"), _not("none"), "gradient compression", "comm.compression=none"),
-    Row(("guard", "nonfinite"), _not("skip", "stop"), "rolling back to a checkpoint", "guard.nonfinite=skip or stop"),
-    Row(("guard", "spike"), _not("off", "warn", "stop"), "rolling back to a checkpoint", "guard.spike=warn or stop"),
+    Row(
+        ("guard", "nonfinite"),
+        _not("skip", "stop"),
+        "rolling back to a checkpoint",
+        "guard.nonfinite=skip or stop",
+    ),
+    Row(
+        ("guard", "spike"),
+        _not("off", "warn", "stop"),
+        "rolling back to a checkpoint",
+        "guard.spike=warn or stop",
+    ),
     Row(("metrics", "tensorboard"), _not(False), "TensorBoard output", "metrics.tensorboard=false"),
 )
 """In the order of the schema."""

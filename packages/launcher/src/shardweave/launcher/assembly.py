@@ -1,0 +1,171 @@
+"""From a configuration to what trains: the one place where the packages meet.
+
+The order matters, and each line depends on the ones before it::
+
+    [1] part        which blocks this pipeline stage holds            layout, models
+    [2] module      the part, its layers split over the tensor axis   models, tensor_parallel
+    [3] ties        the head's copy of the embedding                  pipeline: needs the module
+    [4] pipeline    runs the schedule over the stage                  pipeline: records that stages differ
+    [5] optimizer   flat buffers, shards over the data axis           zero: reads the finished records
+
+A single process goes the same way: its axes have one rank, and every collective on them is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardweave.comm import Mesh, sharding_of
+from shardweave.launcher.config import Config
+from shardweave.launcher.config import Optimizer as OptimizerSettings
+from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
+from shardweave.launcher.shape import transformer_config
+from shardweave.models import Transformer, TransformerConfig
+from shardweave.pipeline import Pipeline, schedule, tie
+from shardweave.zero import MixedPrecision, ZeroOptimizer
+
+__all__ = ["Assembly", "assemble", "device_of", "layout_of_mesh"]
+
+_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """What one rank trains with."""
+
+    shape: TransformerConfig
+    layout: Layout
+    plan: BatchPlan
+    module: Transformer
+    pipeline: Pipeline
+    optimizer: ZeroOptimizer
+    device: torch.device
+
+
+def layout_of_mesh(mesh: Mesh) -> Layout:
+    """The sizes of a mesh's axes."""
+    return Layout(data=mesh.dp.size, tensor=mesh.tp.size, pipeline=mesh.pp.size, context=mesh.cp.size)
+
+
+def device_of(config: Config) -> torch.device:
+    """The device that this rank computes on.
+
+    Raises:
+        ValueError: for an accelerator that this machine does not have.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if config.run.device == "cpu" or (config.run.device == "auto" and accelerator is None):
+        return torch.device("cpu")
+    if accelerator is None or config.run.device not in ("auto", accelerator.type):
+        found = "none" if accelerator is None else accelerator.type
+        raise ValueError(
+            f"`run.device: {config.run.device}` is not on this machine (accelerator: {found}); use run.device=auto"
+        )
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def assemble(config: Config, mesh: Mesh) -> Assembly:
+    """Builds this rank's part of the run. Every rank of the mesh calls it at the same point.
+
+    Raises:
+        ConfigError: for a layout or batch that does not fit; the same on every rank, before any message.
+    """
+    shape, layout, device = transformer_config(config), layout_of_mesh(mesh), device_of(config)
+    check_fit(config, layout, shape)
+    plan = batch_plan(config, layout)
+    dtype = _DTYPES[config.precision]
+
+    # [1] The blocks between two cuts of (embedding, block 0, ..., head).
+    part = stages_of(layout, shape)[mesh.pp.rank]
+
+    # [2] Weights come from (seed, canonical name) in fp32 or wider and are sliced; masters are taken from these,
+    #     before the optimizer rounds the parameters to a narrower type.
+    module = Transformer(
+        shape,
+        tensor=mesh.tp,
+        sequence_parallel=config.parallel.sequence,
+        part=part,
+        seed=config.run.seed,
+        device=device,
+        dtype=torch.promote_types(dtype, torch.float32),
+    )
+
+    # [3] The first and the last stage each hold the shared embedding. The gradients of the two are summands.
+    for _, parameter in module.tied_parameters():
+        tie(parameter, mesh.pp, (0, mesh.pp.size - 1))
+
+    # [4] One stage per rank, also when there is one rank: it then runs its micro-batches without a message.
+    pipeline = Pipeline(
+        [module],
+        mesh.pp,
+        schedule(config.parallel.schedule, stages=mesh.pp.size, micro_batches=plan.accumulation),
+        loss=module.loss,
+        device=device,
+    )
+
+    # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
+    #     ranks are summed, not averaged.
+    optimizer = ZeroOptimizer(
+        _groups(module, config.optimizer),
+        _OPTIMIZERS[config.optimizer.name],
+        data=mesh.data,
+        model=mesh.model,
+        stage=config.zero.stage,
+        clip=config.optimizer.clip,
+        precision=_precision(config, dtype),
+        bucket_mb=config.comm.bucket_mb,
+        shard_between_micro_batches=_or_none(config.zero.shard_between_micro_batches),
+        nonfinite="skip",  # `guard.nonfinite: stop` withholds the update, too, and then ends the run
+        reduction="sum",
+        **_options(config.optimizer),
+    )
+    return Assembly(shape, layout, plan, module, pipeline, optimizer, device)
+
+
+def _groups(module: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Matrices decay, biases and norms do not: by the full shape, which is the same in every layout.
+
+    A group may be empty on some rank (a stage without vectors); it is there all the same.
+    """
+    decaying = [parameter for parameter in module.parameters() if sharding_of(parameter).decays]
+    others = [parameter for parameter in module.parameters() if not sharding_of(parameter).decays]
+    groups = [
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _options(settings: OptimizerSettings) -> dict[str, Any]:
+    adam = {} if settings.name == "sgd" else {"betas": settings.betas, "eps": settings.eps}
+    return {"lr": settings.lr, **adam}
+
+
+def _or_none(value: bool | str) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _precision(config: Config, parameters: torch.dtype) -> MixedPrecision:
+    def named(name: str) -> torch.dtype | None:
+        return None if name == "auto" else _DTYPES[name]
+
+    return MixedPrecision(
+        parameters=parameters,
+        gradients=named(config.zero.gradient_dtype),
+        reduction=named(config.zero.reduce_dtype),
+    )

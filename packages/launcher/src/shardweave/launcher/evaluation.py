@@ -1,0 +1,26 @@
+"""Which validation samples an evaluation looks at, and which replica computes which of them.
+
+An evaluation has to be cheap, comparable between steps and layouts, and exact: a fixed set of samples, spread over
+the validation part of the corpus, each counted once. Padding the last batch by repeating samples would make the
+number depend on how many ranks there are, so batches may differ in size and replicas in their number of batches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardweave.launcher.dataset import Dataset, MicroBatch
+
+__all__ = ["EVALUATION_SAMPLES", "evaluation_batches"]
+
+EVALUATION_SAMPLES = 64
+"""At most so many samples an evaluation: a few global batches' forward passes."""
+
+
+def evaluation_batches(dataset: Dataset, micro: int, replicas: int, replica: int) -> list[MicroBatch]:
+    """One replica's share of the evaluation, in batches of at most `micro` samples; perhaps none."""
+    count = min(dataset.num_validation, EVALUATION_SAMPLES)
+    spread = np.arange(count, dtype=np.int64) * dataset.num_validation // max(count, 1)
+    samples = dataset.num_train + spread
+    batches = [samples[first : first + micro] for first in range(0, count, micro)]
+    return [dataset.micro_batch(batch) for batch in batches[replica::replicas]]

@@ -1,0 +1,205 @@
+"""Training steps and evaluation on an existing process group.
+
+A `Trainer` has no global state and starts nothing: it is built on a mesh, and two of them on two meshes can live in
+one process, which is how the tests compare layouts. What surrounds it in a real run (metrics, checkpoints, guards)
+is `loop`; how it is put together is `assembly`.
+
+One step::
+
+    [1] micro-batches of this replica                     a function of (seed, step)
+    [2] valid tokens, summed over the data axis           the one divisor of the whole global batch
+    [3] forwards and backwards over the stages            gradients of (sum of losses) / (global tokens)
+    [4] reduce, global norm, clip, update                 zero
+    [5] loss, summed over data ranks and stages           what every rank reports
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_index, sharding_of
+from shardweave.launcher.assembly import Assembly, assemble
+from shardweave.launcher.config import Config
+from shardweave.launcher.corpus import open_corpus
+from shardweave.launcher.dataset import Batches, BatchSource, Dataset, MicroBatch
+from shardweave.launcher.evaluation import evaluation_batches
+from shardweave.launcher.learning_rate import learning_rate
+from shardweave.launcher.order import SampleOrder
+from shardweave.models import parameter_shapes
+
+__all__ = ["Record", "StepResult", "Trainer", "train_in_process"]
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, as every rank of every layout reports it."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    """Mean over the valid tokens of the global batch; 0 when it has none."""
+    grad_norm: float
+    """Global L2 norm before clipping, each element of the model counted once."""
+    lr: float
+    tokens: int
+    """Valid tokens of the global batch."""
+    skipped: bool
+    """Whether the update was left out because a gradient was not finite; the same on all ranks."""
+
+
+class Trainer:
+    """One rank's part of a training run.
+
+    Every rank of the mesh builds it at the same point and calls the same methods in the same order.
+
+    Args:
+        config: the run. Its layout is the mesh's; `config.parallel` supplies only what the mesh does not say.
+        mesh: axes over the initialised world (or one process without ``torch.distributed``).
+        dataset: the samples; None: read from `config.data`.
+        batches: where training micro-batches come from; None: the sample order over `dataset`.
+
+    Raises:
+        ConfigError: for a layout, batch or corpus that does not fit; on every rank alike.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        *,
+        dataset: Dataset | None = None,
+        batches: BatchSource | None = None,
+    ) -> None:
+        self.config, self.mesh = config, mesh
+        self.parts: Assembly = assemble(config, mesh)
+        if dataset is None and batches is None:
+            dataset = Dataset.cut(open_corpus(config), config, self.parts.shape.sequence)
+        self.dataset = dataset
+        self.batches: BatchSource = batches if batches is not None else self._ordered(dataset)
+        self.step = 0
+        """Optimizer steps done."""
+
+    def _ordered(self, dataset: Dataset | None) -> Batches:
+        if dataset is None:
+            raise ValueError("a trainer without batches of its own needs a dataset")
+        order = SampleOrder(dataset.num_train, self.config.run.seed)
+        return Batches(dataset, order, self.parts.plan, self.mesh.dp.rank)
+
+    def train_step(self) -> StepResult:
+        """One optimizer step over a global batch; the same result on every rank."""
+        parts, settings = self.parts, self.config.optimizer
+        micro_batches = [_to(batch, parts.device) for batch in self.batches.step(self.step)]  # [1]
+        tokens = self._sum(sum(_valid(batch) for batch in micro_batches))  # [2]
+        rate = learning_rate(self.step, self.config.run.steps, settings)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = rate
+        total = parts.pipeline.step(  # [3]
+            [batch.inputs for batch in micro_batches],
+            [batch.targets for batch in micro_batches],
+            scale=1.0 / max(tokens, 1),
+            arguments=self._arguments(micro_batches),
+        )
+        parts.optimizer.step()  # [4]
+        parts.optimizer.zero_grad()
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            loss=self._loss(total) / max(tokens, 1),  # [5]
+            grad_norm=float(parts.optimizer.grad_norm),
+            lr=rate,
+            tokens=tokens,
+            skipped=bool(parts.optimizer.skipped),
+        )
+
+    def evaluate(self) -> float | None:
+        """Mean loss per token over the validation samples (a bounded number, always the same); None without any.
+
+        Training is not affected: no gradient, no dropout, no random number.
+        """
+        parts = self.parts
+        if self.dataset is None or self.dataset.num_validation == 0:
+            return None
+        mine = evaluation_batches(self.dataset, parts.plan.micro, self.mesh.dp.size, self.mesh.dp.rank)
+        micro_batches = [_to(batch, parts.device) for batch in mine]
+        total: Tensor | None = None
+        if micro_batches:  # a replica without samples waits for the others below
+            parts.module.eval()
+            total = parts.pipeline.evaluate(
+                [batch.inputs for batch in micro_batches],
+                [batch.targets for batch in micro_batches],
+                micro_batches=len(micro_batches),
+            )
+            parts.module.train()
+        tokens = self._sum(sum(_valid(batch) for batch in micro_batches))
+        return self._loss(total) / tokens
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of the whole model under its canonical name, in its full shape, on every rank.
+
+        For tests and small models: it moves all parameters. Values are exact: each element is added to zeros.
+        """
+        held = {sharding_of(parameter).name: parameter for parameter in self.parts.module.parameters()}
+        full = {}
+        for entry in parameter_shapes(self.parts.shape):
+            dtype = next(self.parts.module.parameters()).dtype
+            values = torch.zeros(entry.shape, dtype=dtype, device=self.parts.device)
+            parameter = held.get(entry.name)
+            if parameter is not None and counts_here(parameter, self.mesh.model):
+                values[full_index(parameter)] = parameter.detach()
+            full[entry.name] = all_reduce(values, self.mesh.model)
+        return full
+
+    def _arguments(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, DropoutStreams]]:
+        """Dropout masks are keyed by the samples they fall on: the same in every layout."""
+        seed = self.config.run.seed
+        return [{"streams": DropoutStreams(seed, self.step, batch.samples)} for batch in micro_batches]
+
+    def _sum(self, count: int) -> int:
+        """A count summed over the data axis; the ranks of a replica have the same one."""
+        total = torch.tensor(count, dtype=torch.int64, device=self.parts.device)
+        return int(all_reduce(total, self.mesh.data))
+
+    def _loss(self, total: Tensor | None) -> float:
+        """The last stage's sum, added up over replicas, on every rank; stages without a loss contribute nothing."""
+        value = torch.zeros((), dtype=torch.float64, device=self.parts.device)
+        if total is not None:
+            value += total.to(torch.float64)
+        return float(all_reduce(all_reduce(value, self.mesh.data), self.mesh.pp))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `train_in_process` saw, the same on every rank."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """After the last step: full tensors by canonical name."""
+
+
+def train_in_process(config: Config, mesh: Mesh, steps: int, *, dataset: Dataset | None = None) -> Record:
+    """Trains `steps` steps on a mesh and returns what every layout must agree on.
+
+    Called by every rank of the mesh; writes no files. Learning rates span `config.run.steps`.
+    """
+    trainer = Trainer(config, mesh, dataset=dataset)
+    results = [trainer.train_step() for _ in range(steps)]
+    return Record(
+        losses=[result.loss for result in results],
+        grad_norms=[result.grad_norm for result in results],
+        parameters=trainer.full_parameters(),
+    )
+
+
+def _valid(batch: MicroBatch) -> int:
+    return int((batch.targets != IGNORED).sum())
+
+
+def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    return MicroBatch(batch.samples.to(device), batch.inputs.to(device), batch.targets.to(device))

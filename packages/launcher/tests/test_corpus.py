@@ -1,0 +1,92 @@
+"""Sources of text: what is read, in which order, and what is said of what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardweave.launcher.config import Config
+from shardweave.launcher.corpus import Corpus, open_corpus
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.tokenizer import ByteTokenizer, tokenizer
+
+
+def _open(source: str | Path) -> Corpus:
+    return open_corpus(Config.model_validate({"data": {"source": str(source)}}))
+
+
+def _text(source: str | Path) -> bytes:
+    return _open(source).tokens.tobytes()
+
+
+def _error(source: str | Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        _open(source)
+    assert str(error.value).startswith("data.source: ")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_builtin_corpus_is_large_and_always_the_same() -> None:
+    corpus = _open("builtin")
+    assert len(corpus.tokens) > 10_000_000
+    assert corpus.documents > 500
+    assert np.count_nonzero(corpus.tokens == 0) == corpus.documents  # byte 0 is the end of a document only
+    assert corpus.tokens[-1] == 0
+    assert corpus.fingerprint == _open("builtin").fingerprint
+
+
+def test_files_directories_and_globs(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("bee")
+    (tmp_path / "a.txt").write_text("\ufeffay", encoding="utf-8")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.jsonl").write_text('{"text": "sea", "id": 1}\n\n{"text": ""}\n{"text": "dé"}\n')
+    (tmp_path / "notes.md").write_text("not read")
+    assert _text(tmp_path / "b.txt") == b"bee\0"
+    assert _text(tmp_path) == b"ay\0bee\0sea\0" + "dé".encode() + b"\0"
+    assert _text(f"{tmp_path}/*.txt") == b"ay\0bee\0"
+    assert _text(f"{tmp_path}/**/*.jsonl").startswith(b"sea\0")
+    assert _open(tmp_path).documents == 4
+    assert _open(tmp_path).fingerprint != _open(tmp_path / "b.txt").fingerprint
+
+
+def test_b112_empty_documents_are_skipped_and_an_empty_source_is_an_error(tmp_path: Path) -> None:
+    documents = ["fiver", "", "sevener", ""]
+    path = tmp_path / "docs.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    assert _text(path) == b"fiver\0sevener\0"
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert _error(empty) == f"data.source: {empty} holds no text: every document in it is empty"
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+    assert "holds no text" in _error(tmp_path / "blank.jsonl")
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "x"}\n{"text": \n')
+    assert f"{bad}:2: not a JSON object" in _error(bad)
+    bad.write_text('{"text": "x"}\n{"body": "x"}\n')
+    assert f"{bad}:2: this line has no text in a field `text`" in _error(bad)
+    bad.write_text("[1]\n")
+    assert f"{bad}:1: this line has no text" in _error(bad)
+    assert "there is no file or directory" in _error(tmp_path / "gone.txt")
+    assert "no file matches the glob" in _error(f"{tmp_path}/*.csv")
+    (tmp_path / "x.csv").write_text("a")
+    assert "is neither .txt" in _error(tmp_path / "x.csv")
+    (tmp_path / "hollow").mkdir()
+    assert "has no .txt and no .jsonl file" in _error(tmp_path / "hollow")
+
+
+def test_bytes_round_trip_and_zero_bytes_are_spaces() -> None:
+    words = tokenizer("byte")
+    assert words == ByteTokenizer()
+    text = "naïve – text\n"
+    assert words.decode(words.encode(text)) == text
+    assert words.encode(b"a\0b").tolist() == [97, 32, 98]
+    assert words.decode([104, 105, 0, 255]) == "hi\n\n\ufffd"
+    with pytest.raises(ValueError, match="use byte"):
+        tokenizer("gpt2")

@@ -1,0 +1,93 @@
+"""Samples, splits, and who gets which of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardweave.launcher.config import Config
+from shardweave.launcher.corpus import Corpus
+from shardweave.launcher.dataset import Batches, Dataset
+from shardweave.launcher.evaluation import evaluation_batches
+from shardweave.launcher.layout import BatchPlan
+from shardweave.launcher.order import SampleOrder
+from shardweave.launcher.problems import ConfigError
+
+
+def _dataset(tokens: int, sequence: int, validation: float = 0.0) -> Dataset:
+    text = (np.arange(tokens) % 251 + 1).astype(np.uint8)
+    config = Config.model_validate({"data": {"source": "some.txt", "validation": validation}})
+    return Dataset.cut(Corpus("some.txt", text, 1, "f"), config, sequence)
+
+
+def test_samples_lie_end_to_end_and_targets_are_the_next_tokens() -> None:
+    data = _dataset(41, 4)
+    assert (data.num_train, data.num_validation) == (10, 0)
+    batch = data.micro_batch(np.array([0, 9]))
+    assert batch.inputs.tolist() == [[1, 2, 3, 4], [37, 38, 39, 40]]
+    assert batch.targets.tolist() == [[2, 3, 4, 5], [38, 39, 40, 41]]
+    assert batch.samples.tolist() == [0, 9]
+
+
+def test_b112_too_little_text_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as error:
+        _dataset(3, 4)
+    assert str(error.value) == (
+        "data.source: some.txt has 3 tokens, and one sample takes model.sequence + 1 = 5; "
+        "use more text or model.sequence=2"
+    )
+    assert _dataset(5, 4).num_train == 1
+
+
+def test_b112_a_split_that_rounds_to_nothing_is_no_validation() -> None:
+    data = _dataset(41, 4, 0.03)
+    assert (data.num_train, data.num_validation) == (10, 0)
+    assert evaluation_batches(data, 2, 1, 0) == []
+    data = _dataset(401, 4, 0.05)
+    assert (data.num_train, data.num_validation) == (95, 5)
+    assert _dataset(5, 4, 0.99).num_train == 1
+
+
+def _step(data: int, micro: int, step: int) -> list[np.ndarray]:
+    plan = BatchPlan(global_batch=8, micro=micro, accumulation=8 // (data * micro), data=data)
+    dataset = _dataset(401, 4)
+    return [
+        Batches(dataset, SampleOrder(dataset.num_train, 3), plan, rank).samples(step) for rank in range(data)
+    ]
+
+
+def test_b107_the_union_over_data_ranks_does_not_depend_on_their_number() -> None:
+    for step in (0, 12, 13):  # an epoch has 100 samples: step 12 crosses its end
+        whole = sorted(_step(1, 1, step)[0].ravel())
+        for data, micro in ((1, 2), (2, 1), (2, 4), (4, 2), (8, 1)):
+            shares = _step(data, micro, step)
+            assert [share.shape for share in shares] == [(8 // (data * micro), micro)] * data
+            assert sorted(np.concatenate([share.ravel() for share in shares])) == whole
+
+
+def test_an_epoch_trains_on_every_sample_once() -> None:
+    dataset = _dataset(401, 4)
+    plan = BatchPlan(global_batch=10, micro=5, accumulation=1, data=2)
+    seen: list[int] = []
+    for rank in range(2):
+        batches = Batches(dataset, SampleOrder(dataset.num_train, 0), plan, rank)
+        for step in range(10):
+            (batch,) = batches.step(step)
+            seen += batch.samples.tolist()
+    assert sorted(seen) == list(range(100))
+
+
+@pytest.mark.parametrize(("replicas", "micro"), [(1, 1), (1, 3), (2, 3), (4, 2), (8, 3)])
+def test_evaluation_counts_each_sample_once_for_any_number_of_ranks(replicas: int, micro: int) -> None:
+    data = _dataset(401, 4, 0.05)
+    batches = [batch for rank in range(replicas) for batch in evaluation_batches(data, micro, replicas, rank)]
+    assert sorted(sample for batch in batches for sample in batch.samples.tolist()) == [95, 96, 97, 98, 99]
+
+
+def test_evaluation_is_bounded_and_spread() -> None:
+    data = _dataset(40_001, 4, 0.5)
+    (batches,) = [evaluation_batches(data, 16, 1, 0)]
+    samples = [sample for batch in batches for sample in batch.samples.tolist()]
+    assert len(samples) == 64
+    assert samples[0] == data.num_train
+    assert samples[-1] > data.num_train + 0.95 * data.num_validation

@@ -1,0 +1,132 @@
+"""Arithmetic of layouts and batches, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardweave.comm import mesh_ranks
+from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, layout_of, stages_of
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.reading import load_config
+from shardweave.launcher.shape import transformer_config
+
+
+def _layout(*overrides: str, world: int | None = None) -> Layout:
+    return layout_of(load_config(None, overrides), world)
+
+
+def _plan(total: int, micro: int, data: int) -> BatchPlan:
+    config = load_config(None, [f"batch.global={total}", f"batch.micro={micro}"])
+    return batch_plan(config, Layout(data=data))
+
+
+def test_the_grid_is_the_meshs() -> None:
+    layout = Layout(data=3, tensor=2, pipeline=2)
+    assert layout.world_size == 12
+    shape = {"pp": 2, "dp": 3, "cp": 1, "tp": 2}
+    for rank in range(12):
+        coordinates = layout.coordinates(rank)
+        assert layout.rank(**coordinates) == rank
+        for axis in ("pp", "dp", "tp"):
+            members = mesh_ranks(shape, (axis,), rank)
+            assert members[coordinates[axis]] == rank
+    assert layout.coordinates(7) == {"pp": 1, "dp": 0, "cp": 0, "tp": 1}
+    assert str(layout) == "dp3 × tp2 × pp2"
+
+
+def test_data_auto_is_what_the_ranks_leave_over() -> None:
+    assert _layout().world_size == 1
+    assert _layout("parallel.tensor=2").world_size == 2
+    assert _layout("parallel.tensor=2", "parallel.pipeline=2", world=8).data == 2
+    assert _layout("parallel.data=2", world=2) == Layout(data=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "text"),
+    [
+        (
+            ["parallel.tensor=2"],
+            5,
+            "5 ranks were started, which is not a multiple of 2 (parallel.tensor: 2 × ",
+        ),
+        (
+            ["parallel.tensor=2", "parallel.data=2"],
+            3,
+            "the layout needs 4 ranks (parallel.data: 2 × parallel.tensor: 2",
+        ),
+        (["parallel.tensor=2", "parallel.data=2"], 8, "start 4, or use parallel.data=4 or auto"),
+    ],
+)
+def test_ranks_that_do_not_match(overrides: list[str], world: int, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _layout(*overrides, world=world)
+    assert text in str(error.value)
+
+
+def test_b117_a_batch_that_does_not_divide_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as error:
+        _plan(10, 4, 2)
+    assert str(error.value) == (
+        "`batch.global: 10` is not a multiple of `batch.micro: 4` × 2 data ranks = 8 (global = micro × accumulation "
+        "× data); use batch.global=8 or batch.global=16, or batch.micro=1 or 5"
+    )
+    with pytest.raises(
+        ConfigError, match=r"`batch.global: 8` is not a multiple .* = 16 .* use batch.global=16, or"
+    ):
+        _plan(8, 4, 4)
+
+
+def test_b117_the_third_number_follows() -> None:
+    plan = _plan(8, 2, 2)
+    assert plan.accumulation == 2
+    assert str(plan) == "8 sequences = 2 micro × 2 accumulation × 2 data"
+    assert _plan(8, 4, 2).accumulation == 1
+
+
+def _misfit(*overrides: str) -> str:
+    config = load_config(None, overrides)
+    with pytest.raises(ConfigError) as error:
+        check_fit(config, layout_of(config), transformer_config(config))
+    return str(error.value)
+
+
+def test_tensor_ranks_must_divide_the_heads() -> None:
+    text = _misfit("model.heads=8", "parallel.tensor=3", "model.sequence=120")
+    assert text == "`parallel.tensor: 3` does not divide `model.heads: 8`; use 1, 2, 4 or 8"
+
+
+def test_key_value_heads_and_tensor_ranks_divide_one_way_or_the_other() -> None:
+    text = _misfit("model.heads=12", "model.hidden=120", "model.kv_heads=6", "parallel.tensor=4")
+    assert (
+        text == "`parallel.tensor: 4` and `model.kv_heads: 6` do not divide each other; use 1, 2, 3, 6 or 12"
+    )
+    for tensor in (1, 2, 4, 8):
+        config = load_config(None, ["model.heads=8", "model.kv_heads=2", f"parallel.tensor={tensor}"])
+        check_fit(config, layout_of(config), transformer_config(config))
+
+
+def test_other_misfits() -> None:
+    text = _misfit("model.sequence=127", "parallel.tensor=2")
+    assert "`parallel.tensor: 2` does not divide `model.sequence: 127`" in text
+    assert "use parallel.sequence=false" in text
+    text = _misfit("parallel.pipeline=5")
+    assert (
+        text
+        == "`parallel.pipeline: 5` is more than `model.layers: 4`: some stages would have no block; use at most 4"
+    )
+    assert "`model.ffn: 2`" in _misfit("model.ffn=2", "parallel.tensor=4")
+    both = _misfit("parallel.tensor=3", "parallel.pipeline=9")
+    assert len(both.splitlines()) == 3  # heads, sequence and layers at once
+
+
+def test_uneven_vocabulary_width_and_layers_fit() -> None:
+    config = load_config(
+        None,
+        ["model.vocab=257", "model.ffn=513", "model.layers=5", "parallel.tensor=2", "parallel.pipeline=4"],
+    )
+    layout, shape = layout_of(config), transformer_config(config)
+    check_fit(config, layout, shape)
+    stages = stages_of(layout, shape)
+    assert [layer for stage in stages for layer in stage.layers] == [0, 1, 2, 3, 4]
+    assert [stage.embedding for stage in stages] == [True, False, False, False]
+    assert [stage.head for stage in stages] == [False, False, False, True]
