@@ -50,16 +50,18 @@ class RankGroup:
         return bytes(self._messages[rank])
 
     def poll(self, timeout: float = 0.0) -> list[RankExit]:
-        """Takes in news, waiting for the first for ``timeout`` seconds at most; returns the new ends."""
+        """Takes in what is new; returns the ends among it, waiting ``timeout`` seconds for one at most."""
         before = len(self._exits)
-        if self.done:
-            return []
-        ready = readable([self._sock, *self._pipes.values()], timeout)
-        for rank, pipe in list(self._pipes.items()):
-            if pipe in ready:
-                self._drain(rank)
-        if self._sock in ready:
-            self._hear()
+        deadline = time.monotonic() + timeout
+        while not self.done:
+            ready = readable([self._sock, *self._pipes.values()], max(0.0, deadline - time.monotonic()))
+            for rank, pipe in list(self._pipes.items()):
+                if pipe in ready:
+                    self._drain(rank)
+            if self._sock in ready:
+                self._hear()
+            if len(self._exits) > before or time.monotonic() >= deadline:
+                break
         return self._exits[before:]
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -120,6 +122,7 @@ class RankGroup:
     def _ended(self, ended: RankExit) -> None:
         if ended.rank in self._pipes:
             self._drain(ended.rank)  # whatever it wrote is in the pipe by now
+        if ended.rank in self._pipes:  # still open: a child of the rank holds the other end
             os.close(self._pipes.pop(ended.rank))
         self._exits.append(ended)
 
