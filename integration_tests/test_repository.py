@@ -55,7 +55,7 @@ def distribution(module: str) -> str:
     top, _, rest = module.partition(".")
     if top == "shardweave":
         return f"shardweave-{rest.partition('.')[0].replace('_', '-')}"
-    return DISTRIBUTION_OF.get(top, top)
+    return DISTRIBUTION_OF.get(top, top.replace("_", "-").lower())
 
 
 def requirement_names(requirements: list[str]) -> set[str]:
@@ -88,8 +88,8 @@ def test_the_namespace_has_no_init_module() -> None:
 def test_requirements_are_exactly_the_imports(package: str) -> None:
     own = f"shardweave-{package.replace('_', '-')}"
     imported = {distribution(name) for path in sources(package) for name in imported_names(path)}
-    standard = {name.lower() for name in sys.stdlib_module_names}
-    imported = {name for name in imported if name not in standard} - {own} - PLUGINS.get(package, set())
+    standard = {distribution(name) for name in sys.stdlib_module_names}
+    imported -= standard | {own} | PLUGINS.get(package, set())
     assert imported == requirement_names(describe(package).get("dependencies", []))
 
 
