@@ -1,0 +1,33 @@
+"""Sharded optimizers (ZeRO) for any module and any elementwise ``torch.optim`` class.
+
+=========================  ==================================================================================
+:class:`ZeroOptimizer`     a ``torch.optim.Optimizer``: stages 0, 1 and 2, accumulation, global norm, clipping
+:class:`MixedPrecision`    formats of parameters, gradients, wire and masters; :class:`Formats`: those in force
+:class:`Offload`           where the shard lives
+:func:`decay_groups`       parameter groups: decay for matrices only
+:func:`plan_units`         which parameters share a flat buffer: :class:`UnitPlan`, :class:`Slot`
+=========================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .layout import decay_groups
+from .offload import Offload
+from .optimizer import ZeroOptimizer
+from .precision import Formats, MixedPrecision
+from .units import Member, Slot, UnitKey, UnitPlan, plan_units
+
+__all__ = [
+    "Formats",
+    "Member",
+    "MixedPrecision",
+    "Offload",
+    "Slot",
+    "UnitKey",
+    "UnitPlan",
+    "ZeroOptimizer",
+    "__version__",
+    "decay_groups",
+    "plan_units",
+]

@@ -1,0 +1,58 @@
+"""From parameters to units with buffers: planned, checked against the other ranks, equal at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardweave.comm import Axis, broadcast
+
+from .flat import FlatParameters
+from .layout import check_agreement, plan
+from .options import Options
+from .shards import Piece
+from .unit import Unit
+from .units import partial_axes
+
+__all__ = ["build_units"]
+
+
+@torch.no_grad()
+def build_units(
+    parameters: Sequence[nn.Parameter],
+    names: Sequence[str],
+    options: Options,
+    data: Axis,
+    make_optimizer: Callable[[Sequence[Piece]], Optimizer],
+) -> tuple[Unit, ...]:
+    """Moves the parameters into flat buffers, in forward order; collective over the data and partial axes."""
+    shards = data.size if options.stage > 0 else 1
+    plans = plan(parameters, names, data=data, shards=shards, bucket_mb=options.bucket_mb)
+    check_agreement(plans, names, repr(options), data=data)
+    flats = [FlatParameters(of_unit, [parameters[slot.index] for slot in of_unit.slots]) for of_unit in plans]
+    _start_equal(flats, data)
+    return tuple(
+        Unit(
+            flat.plan,
+            flat,
+            [names[slot.index] for slot in flat.plan.slots],
+            axis=data,
+            stage=options.stage,
+            formats=options.precision.resolve(flat.plan.key.dtype),
+            make_optimizer=make_optimizer,
+        )
+        for flat in flats
+    )
+
+
+def _start_equal(flats: Sequence[FlatParameters], data: Axis) -> None:
+    """Copies start with equal values, those of the first rank that holds them, as DDP does it."""
+    for flat in flats:
+        broadcast(flat.buffer, data)
+    for axis in partial_axes(flat.plan for flat in flats):
+        for flat in flats:
+            if axis in flat.plan.key.partial:
+                broadcast(flat.buffer, axis)

@@ -1,0 +1,103 @@
+"""The gradients of one unit on this rank, before they are reduced, in one contiguous buffer.
+
+[Note: Copy once, then accumulate in place]
+    Autograd hands over a parameter's first gradient as a tensor of its own. Letting it accumulate into a
+    zeroed view instead costs a fill, two reads and a write (3.1 ms for 5.3 M fp32 elements); copying in the
+    hook costs one read and one write (2.2 ms). So the hook copies the first gradient of a window to its place
+    and puts the view into ``.grad``; from then on autograd adds in place and the hook has nothing to do.
+    ``Tensor.grad_dtype = None`` lets that view be wider than the parameter: bf16 contributions are added
+    to a float32 sum.
+
+[Note: Who owns .grad]
+    Between arrival and launch ``.grad`` is a view of the buffer: it can be read and changed. With the launch of
+    the reduction the gradient is the optimizer's, and ``.grad`` reads ``None``; what arrives later starts
+    anew and is reduced on top. Nothing is overwritten, whoever calls ``backward`` how often.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .flat import FlatParameters
+
+__all__ = ["LocalGradients"]
+
+
+class LocalGradients:
+    """The buffer that the gradients of one unit are collected in.
+
+    ``dtype``: the format they are added up in. ``keep``: whether a buffer that was given back is kept for
+    the next step or its memory is freed.
+    """
+
+    def __init__(self, flat: FlatParameters, dtype: torch.dtype, *, keep: bool) -> None:
+        self._flat = flat
+        self._dtype = dtype
+        self._keep = keep
+        self._buffer: Tensor | None = None
+        self._spare: Tensor | None = None
+        self._views: list[Tensor] = []
+        self.arrived: set[int] = set()
+        """Slots to which the buffer holds a contribution."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a gradient here that was not handed over yet."""
+        return bool(self.arrived) or any(parameter.grad is not None for parameter in self._flat.parameters)
+
+    def adopt(self, slot: int) -> None:
+        """Moves the parameter's ``.grad`` into the buffer, unless it is there already."""
+        parameter = self._flat.parameters[slot]
+        grad = parameter.grad
+        if grad is None:
+            self.arrived.discard(slot)
+            return
+        view = self._open()[slot]
+        if grad is not view:
+            if grad.layout != torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient ({grad.layout}); flat "
+                    f"buffers hold dense ones: build its layer with sparse=False"
+                )
+            view.copy_(grad.detach())
+            parameter.grad = view
+        self.arrived.add(slot)
+
+    def take(self) -> Tensor:
+        """Hands the whole buffer over: zeros where nothing arrived; every ``.grad`` is ``None`` afterwards."""
+        views = self._open()
+        for slot, parameter in enumerate(self._flat.parameters):
+            self.adopt(slot)
+            if slot not in self.arrived:
+                views[slot].zero_()
+            parameter.grad = None
+        buffer = self._buffer
+        assert buffer is not None
+        self._buffer, self._views = None, []
+        self.arrived.clear()
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The buffer is not read any more."""
+        if self._keep and self._spare is None:
+            self._spare = buffer
+
+    def clear(self) -> None:
+        """Forgets what arrived."""
+        for parameter in self._flat.parameters:
+            parameter.grad = None
+        self.arrived.clear()
+        if self._buffer is not None:
+            self.give_back(self._buffer)
+        self._buffer, self._views = None, []
+
+    def _open(self) -> list[Tensor]:
+        if self._buffer is None:
+            plan = self._flat.plan
+            self._buffer, self._spare = self._spare, None
+            if self._buffer is None:
+                self._buffer = torch.empty(plan.length, dtype=self._dtype, device=plan.key.device)
+                self._buffer[plan.numel :].zero_()
+            self._views = self._flat.views(self._buffer)
+        return self._views

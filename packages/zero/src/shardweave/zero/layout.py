@@ -1,0 +1,125 @@
+"""From the user's parameter groups to units: names, checks, and that all ranks planned the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardweave.comm import Axis, Sharding, all_gather, sharding_of
+
+from .flat import memory_runs
+from .units import Member, UnitKey, UnitPlan, partial_axes, plan_units
+
+__all__ = ["check_agreement", "check_parameters", "decay_groups", "parameter_names", "plan"]
+
+
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, **settings: Any
+) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with weight decay, norm weights, biases and scalars without.
+
+    What a parameter is follows from its sharding record (the full tensor's number of dims, or an explicit
+    ``decay``), never from a flattened or sliced local shape. ``settings`` go into both groups.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        (decayed if sharding_of(parameter).decays else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay, **settings},
+        {"params": others, "weight_decay": 0.0, **settings},
+    ]
+
+
+def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """A unique name for every parameter, by ``id``.
+
+    The sharding record's canonical name; else the one given to the optimizer with the parameter; else its place
+    in the groups (``group0.3``).
+    """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for number, group in enumerate(groups):
+        given = group.get("param_names", [""] * len(group["params"]))
+        for place, (parameter, own) in enumerate(zip(group["params"], given, strict=True)):
+            name = sharding_of(parameter).name or own
+            if not name or name in taken:
+                name = f"group{number}.{place}"
+            taken.add(name)
+            names[id(parameter)] = name
+    return names
+
+
+def check_parameters(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], data: Axis, model: Axis
+) -> None:
+    """Raises for parameters that cannot be laid out, before anything is changed."""
+    for parameter, name in zip(parameters, names, strict=True):
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}; only floating-point parameters can be trained"
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"parameter {name} is on the meta device and has no values yet; materialise the module "
+                f"(module.to_empty(device=...) and initialise it) before building the optimizer"
+            )
+        record = sharding_of(parameter)
+        for axis in _axes(record):
+            if axis.size > 1 and not model.contains(axis) and not data.contains(axis):
+                raise ValueError(
+                    f"parameter {name} is sharded over {axis!r}, which is neither in data={data!r} nor in "
+                    f"model={model!r}; pass model=mesh.model, or the norm would leave parts of it out"
+                )
+
+
+def plan(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], *, data: Axis, shards: int, bucket_mb: float
+) -> tuple[UnitPlan, ...]:
+    """The units of this rank's parameters."""
+    runs = memory_runs(parameters, names)
+    members = []
+    for index, (parameter, name, run) in enumerate(zip(parameters, names, runs, strict=True)):
+        record = sharding_of(parameter)
+        # What lies inside the data axis is summed with it.
+        partial = tuple(axis for axis in record.partial if axis.size > 1 and not data.contains(axis))
+        tied = record.tied if record.tied is not None and record.tied.size > 1 else None
+        key = UnitKey(parameter.dtype, parameter.device, partial, tied)
+        members.append(Member(index, tuple(parameter.shape), key, name, run))
+    return plan_units(members, shards=shards, bucket_bytes=max(1, int(bucket_mb * 2**20)))
+
+
+def check_agreement(plans: Sequence[UnitPlan], names: Sequence[str], settings: str, *, data: Axis) -> None:
+    """Raises, on all ranks of the axis, when units that are reduced together were not planned alike.
+
+    Ranks that cut their buffers differently would add up unrelated numbers, or hang. Compared are a digest
+    of all units on the data axis, and of the units with a partial axis on that axis.
+    """
+    for axis in [data, *partial_axes(plans)]:
+        mine = [unit for unit in plans if axis == data or axis in unit.key.partial]
+        # Names need not be given, and are given by place: only those from records are the same everywhere.
+        text = settings + repr([_describe(unit, names, placed=axis == data) for unit in mine])
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        device = plans[0].key.device
+        digests = all_gather(torch.tensor([digest], device=device), axis).tolist()
+        if len(set(digests)) > 1:
+            different = [axis.ranks[p] for p, other in enumerate(digests) if other != digests[0]]
+            raise ValueError(
+                f"the parameters given to ZeroOptimizer differ over axis {axis.name!r}: global ranks {different} "
+                f"have other shapes, order, dtypes or settings than rank {axis.ranks[0]}; this rank has "
+                f"{sum(len(unit.slots) for unit in mine)} parameters in {len(mine)} units there"
+            )
+
+
+def _axes(record: Sharding) -> list[Axis]:
+    axes = [split.axis for split in record.splits] + [*record.partial, *record.exclusive]
+    return axes if record.tied is None else [*axes, record.tied]
+
+
+def _describe(unit: UnitPlan, names: Sequence[str], *, placed: bool) -> tuple[object, ...]:
+    shapes = [(slot.start, slot.shape, names[slot.index] if placed else "") for slot in unit.slots]
+    return str(unit.key.dtype), unit.length, unit.shards, shapes

@@ -1,0 +1,332 @@
+"""The sharded optimizer: ZeRO stages 0, 1 and 2 behind the interface of ``torch.optim.Optimizer``.
+
+A step, in the order things happen::
+
+    backward     gradients arrive in flat buffers; each unit's reduction starts when its last one is final
+    step         the rest is reduced; sums over partial axes; norm, and one decision for all ranks;
+                 unit by unit: torch's optimizer on this rank's shard, then the unit's all-gather starts;
+                 all-gathers end
+
+=======  =====================  =================  ==================================================
+stage    gradients              masters, moments   elements moved a step, of Psi parameters
+=======  =====================  =================  ==================================================
+0        whole                  whole              all-reduce Psi (which sends twice its size)
+1        whole                  shard              reduce-scatter Psi + all-gather Psi
+2        shard, between         shard              the same; with ``shard_between_micro_batches``
+         micro-batches too                         Psi more for every further micro-batch
+=======  =====================  =================  ==================================================
+
+Psi counts each unit's padding, fewer elements than there are data ranks. The stages and their bytes are those
+of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5, 7.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+
+from shardweave.comm import Axis
+
+from . import state
+from .build import build_units
+from .layout import check_parameters, parameter_names
+from .norm import NormRanges, clip_coefficient, describe_broken, scale_gradients
+from .offload import Offload
+from .options import Options
+from .precision import Formats, MixedPrecision
+from .presence import agree_on_present, num_missing
+from .reduce import Reducer
+from .shards import build_optimizer, check_elementwise, with_fused
+from .unit import Unit
+from .units import UnitPlan
+
+__all__ = ["ZeroOptimizer"]
+
+_OWNER = "_shardweave_zero"
+
+
+class ZeroOptimizer(Optimizer):
+    """An elementwise ``torch.optim`` class whose state, and gradients, are sharded over the data axis.
+
+    Takes parameters, or parameter groups, as any torch optimizer does, and keeps to the usual loop. Every data
+    rank builds it over the same parameters in the same order; rank 0's initial values are broadcast. After
+    ``step`` every rank has the whole updated parameters. Works without any process group
+    (``data=Axis.single()``), where it is the plain optimizer with the same arithmetic.
+
+    ``params``: parameters, ``(name, parameter)`` pairs, or groups. ``torch_optimizer``: the class, e.g.
+    ``torch.optim.AdamW``; its own arguments follow as keywords (its fused implementation is chosen
+    where there is one, unless ``fused`` or ``foreach`` is given).
+    ``data``: the axis to reduce over and to shard over (``mesh.data``). ``model``: the axis over which the
+    model itself is spread (``mesh.model``); needed when parameters carry sharding records.
+    ``stage``: 0, 1 or 2, see the module's table. ``clip``: largest global gradient norm, as
+    ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters.
+    ``shard_between_micro_batches``: at stage 2, whether :meth:`accumulate` reduces each micro-batch and keeps
+    only the shard (default: yes). ``False`` keeps whole gradients until the last one: as much memory as
+    stage 1 while accumulating, and the bytes of one reduction a step.
+    ``nonfinite``: what all ranks do together when any gradient on any rank is infinite or NaN: ``"skip"`` the
+    step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere,
+    or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for losses that
+    are already divided by the global count.
+
+    A parameter that had no gradient on any data rank is left out of the step, as torch does with ``.grad is
+    None``; if it had one on some ranks, the others count as zero. ``.grad`` is handed over when it is final and
+    reads ``None`` from then on; to look at gradients or edit them, run ``backward`` in :meth:`accumulate`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        torch_optimizer: type[Optimizer],
+        *,
+        data: Axis,
+        model: Axis | None = None,
+        stage: int = 1,
+        clip: float | None = None,
+        precision: MixedPrecision | None = None,
+        offload: Offload = Offload.NONE,
+        bucket_mb: float = 25,
+        shard_between_micro_batches: bool | None = None,
+        nonfinite: str = "skip",
+        reduction: str = "mean",
+        **optimizer_arguments: Any,
+    ) -> None:
+        self._options = Options(
+            stage=stage,
+            clip=clip,
+            precision=precision or MixedPrecision(),
+            offload=offload,
+            bucket_mb=bucket_mb,
+            shard_between_micro_batches=shard_between_micro_batches,
+            nonfinite=nonfinite,
+            reduction=reduction,
+        )
+        check_elementwise(torch_optimizer)
+        self._kind, self._data, self._model = torch_optimizer, data, model or Axis.single()
+        self._units: tuple[Unit, ...] = ()
+        self._built = self._closed = False
+        self._init_groups(params, optimizer_arguments)
+        self._build(optimizer_arguments)
+        self._built = True
+        self.skipped = 0
+        """Steps that were skipped because a gradient was not finite."""
+        self.step_skipped = False
+        """Whether the last :meth:`step` was one of them; a learning-rate scheduler should not move then."""
+        self.grad_norm = torch.full((), float("nan"), dtype=torch.float64)
+        """The last step's global gradient norm before clipping: 0-d, float64, the same on all ranks."""
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Reduces what is left, clips and updates; collective: all ranks of data and model axis call it.
+
+        Afterwards every rank's module holds the new parameters. ``closure``: evaluated first, once.
+        """
+        self._check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._reducer.finish()
+        summary = self._norm.summarize(self._reducer.late, num_missing(self._units))
+        if summary.late:
+            self._reducer.finish()
+            summary = self._norm.summarize(0, num_missing(self._units))
+        self.grad_norm = summary.norm
+        self.step_skipped = self._decide(summary.broken or not bool(torch.isfinite(summary.norm)))
+        if not self.step_skipped:
+            scale_gradients(self._units, clip_coefficient(summary.norm, self._options.clip))
+            if summary.missing:
+                agree_on_present(self._units, self._data)
+            self._update()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, also those whose reduction is under way.
+
+        ``set_to_none=False``: parameters that had one count as having a gradient of zero in the next step.
+        Their ``.grad`` reads ``None`` in both cases: zeros need no memory here.
+        """
+        had = [unit.present | unit.local.arrived for unit in self._units]
+        self._reducer.discard()
+        for unit, present in zip(self._units, had, strict=True):
+            unit.present = set() if set_to_none else present
+        for parameter in self._frozen:
+            parameter.grad = None
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around every micro-batch but the last: its gradients are added to what follows.
+
+        Works at every stage. At stages 0 and 1, and with ``shard_between_micro_batches=False``, nothing is
+        communicated inside and ``.grad`` stays readable. At stage 2 each exit reduces the micro-batch into the
+        shard, so all data ranks have to enter equally often.
+        """
+        self._reducer.begin_accumulation()
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            self._reducer.end_accumulation(completed=completed)
+
+    # -- what is where ---------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int:
+        """0, 1 or 2."""
+        return int(self._options.stage)
+
+    @property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """The flat buffers, in forward order: which parameter lies where, and their padding."""
+        return tuple(unit.plan for unit in self._units)
+
+    @property
+    def formats(self) -> tuple[Formats, ...]:
+        """The number formats in force, one entry for each dtype among the parameters."""
+        return tuple(dict.fromkeys(unit.formats for unit in self._units))
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def local_state(self) -> state.LocalState:
+        """This rank's values, optimizer state and settings as a flat dict of tensors and numbers.
+
+        For checkpoints that are loaded on the same layout. The tensors are copies. Frozen parameters and module
+        buffers are the module's, not the optimizer's, and are not in it.
+        """
+        saved = state.capture(self._units, self.param_groups, self._layout())
+        saved["skipped"] = self.skipped
+        return saved
+
+    def load_local_state(self, saved: state.LocalState) -> None:
+        """Restores a :meth:`local_state` of this rank; collective over the data axis.
+
+        The module's parameters are restored too. ``ValueError``, with nothing changed, when it was saved on
+        another layout or rank.
+        """
+        with torch.no_grad():
+            state.restore(saved, self._units, self.param_groups, self._layout())
+            self._publish()
+        self.skipped = int(saved.get("skipped", 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """:meth:`local_state` in the shape of ``torch.optim.Optimizer.state_dict``: this rank's pieces."""
+        return state.to_torch(self.local_state(), super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a :meth:`state_dict` of this rank; collective over the data axis."""
+        self.load_local_state(state.from_torch(state_dict, list(self._names.values())))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is built: the flat buffers are laid out for the parameters it was given."""
+        if self._built:
+            raise ValueError(
+                "ZeroOptimizer cannot take further parameters; give all groups when building it, or build a new one"
+            )
+        super().add_param_group(param_group)
+
+    # -- building --------------------------------------------------------------------------------------
+
+    def _init_groups(self, params: Iterable[Any], arguments: dict[str, Any]) -> None:
+        given = list(params)
+        flat = [p for group in given for p in (group["params"] if isinstance(group, dict) else [group])]
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in flat]
+        if len({id(tensor) for tensor in tensors}) < len(tensors):
+            raise ValueError("a parameter was given to ZeroOptimizer twice; give each once, in one group")
+        super().__init__(given, {})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        arguments.update(with_fused(self._kind, {p.device for p in parameters}, arguments))
+        # Built over nothing, to ask it for its defaults and to have it refuse wrong arguments now.
+        self.defaults = self._kind([{"params": []}], **arguments).defaults
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._names = parameter_names(self.param_groups)
+        self._frozen = [p for p in parameters if not p.requires_grad]
+        self._trained = [p for p in parameters if p.requires_grad]
+
+    def _build(self, arguments: dict[str, Any]) -> None:
+        names = [self._names[id(parameter)] for parameter in self._trained]
+        check_parameters(self._trained, names, self._data, self._model)
+        self._take_over()
+        make = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
+        self._units = build_units(self._trained, names, self._options, self._data, make)
+        for unit in self._units:
+            for piece in unit.shard.pieces:
+                self.state[piece.parameter] = unit.optimizer.state[piece.values]
+        self._reducer = Reducer(self._units, self._data, self._options.reduction, eager=self._options.eager)
+        self._norm = NormRanges(self._units, self._data, self._model)
+
+    def _take_over(self) -> None:
+        """Of several optimizers built over a parameter, the last one gets its gradients."""
+        for parameter in self._trained:
+            owner = getattr(parameter, _OWNER, None)
+            previous = owner() if owner is not None else None
+            if isinstance(previous, ZeroOptimizer) and not previous._closed:
+                previous._closed = True
+                previous._reducer.detach()
+            setattr(parameter, _OWNER, weakref.ref(self))
+
+    # -- the step's parts ------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ValueError("another ZeroOptimizer was built over these parameters; use that one")
+        for unit in self._units:
+            unit.flat.check_in_place(unit.names)
+            if unit.formats.has_masters:
+                unit.shard.take_over(unit.flat.written())
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {self._names[id(parameter)]} was frozen when ZeroOptimizer was built and has no place "
+                    f"in it; build the optimizer after unfreezing"
+                )
+
+    def _decide(self, broken: bool) -> bool:
+        """Whether all ranks skip this step."""
+        if not broken or self._options.nonfinite == "ignore":
+            return False
+        if self._options.nonfinite == "stop":
+            found = describe_broken(self._units, self._data, self._model)
+            raise FloatingPointError(f"{found}; no parameter was changed")
+        self.skipped += 1
+        return True
+
+    def _update(self) -> None:
+        """Unit by unit, so that a unit's all-gather travels while the next one is updated, and the temporary
+        tensors of torch's implementation are as large as one unit's shard."""
+        pending = []
+        for unit in self._units:
+            unit.step(self.param_groups)
+            pending.append(unit.start_all_gather())
+        for gather in pending:
+            if gather is not None:
+                gather.wait()
+
+    def _publish(self) -> None:
+        pending = [unit.start_all_gather() for unit in self._units]
+        for gather in pending:
+            if gather is not None:
+                gather.wait()
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "stage_is_sharded": self._options.stage > 0,
+            "data_size": self._data.size,
+            "data_rank": self._data.rank,
+            "optimizer": self._kind.__name__,
+        }

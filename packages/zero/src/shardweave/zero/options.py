@@ -1,0 +1,61 @@
+"""The choices of :class:`ZeroOptimizer`, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .offload import Offload
+from .precision import MixedPrecision
+
+__all__ = ["Options"]
+
+_STAGES = (0, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user chose, with defaults resolved. Raises ``ValueError`` for what is wrong or not built yet."""
+
+    stage: Any
+    clip: float | None
+    precision: MixedPrecision
+    offload: Offload
+    bucket_mb: float
+    shard_between_micro_batches: bool | None
+    nonfinite: str
+    reduction: str
+
+    def __post_init__(self) -> None:
+        if self.stage == 3 and not isinstance(self.stage, bool):
+            raise ValueError("stage=3 (sharded parameters) is not built yet; use stage 2, the next in memory")
+        if self.stage not in _STAGES or isinstance(self.stage, bool):
+            raise ValueError(f"stage={self.stage!r}: choose one of 0, 1, 2")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(
+                f"clip={self.clip!r}: give the largest allowed norm, above 0, or None for no clipping"
+            )
+        if not isinstance(self.precision, MixedPrecision):
+            raise ValueError(f"precision={self.precision!r}: give a MixedPrecision(...)")
+        if not isinstance(self.offload, Offload):
+            raise ValueError(f"offload={self.offload!r}: give a member of Offload, e.g. Offload.NONE")
+        if self.offload is not Offload.NONE:
+            raise ValueError(f"offload=Offload.{self.offload.name} is not built yet; use Offload.NONE")
+        if not (self.bucket_mb > 0 and math.isfinite(self.bucket_mb)):
+            raise ValueError(f"bucket_mb={self.bucket_mb!r}: give a size in MiB above 0")
+        if self.shard_between_micro_batches and self.stage < 2:
+            raise ValueError(
+                f"shard_between_micro_batches=True has no effect with stage={self.stage}, which keeps gradients "
+                f"whole; use stage=2, or leave it out"
+            )
+        if self.nonfinite not in ("skip", "stop", "ignore"):
+            raise ValueError(f"nonfinite={self.nonfinite!r}: choose one of 'skip', 'stop', 'ignore'")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction={self.reduction!r}: choose 'mean' or 'sum'")
+
+    @property
+    def eager(self) -> bool:
+        """Whether each micro-batch is reduced, so that no whole gradient outlives it. Stage 2 is chosen for
+        its memory, so there that is the default."""
+        return self.stage == 2 and self.shard_between_micro_batches is not False

@@ -1,0 +1,152 @@
+"""This rank's shard of a unit, and torch's own optimizer over its pieces.
+
+An elementwise optimizer does the same arithmetic on a part of a tensor as on the whole, so each data rank
+updates its shard only and keeps optimizer state for nothing else (ZeRO stage 1: Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models", section 5.1)::
+
+    unit       [ a.weight        | a.bias | b.weight                     |pad]
+    shard                   [                       ]
+    pieces                  [ .. |  all   | ..      ]     one view each, flat
+
+One view per parameter, not one for the shard: learning rates, decay, step counts and "this parameter had no
+gradient" stay each parameter's own, and torch's fused and foreach implementations take a list anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .flat import FlatParameters
+from .precision import Formats
+
+__all__ = ["Piece", "Shard", "build_optimizer", "check_elementwise", "settings", "with_fused"]
+
+# What these compute for one element depends on others (a matrix' rows, a line search over everything).
+_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+# Measured on the CPU, 5.3 M fp32 elements: AdamW fused 8.4 ms, foreach 29.0 ms, one by one 28.8 ms.
+_FUSED = {
+    "cpu": (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad),
+    "cuda": (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in this rank's shard; never empty."""
+
+    slot: int
+    """Number of the parameter in its unit."""
+    parameter: nn.Parameter
+    begin: int
+    """First element of the piece in the flattened parameter."""
+    start: int
+    """First element of the piece in the shard."""
+    values: Tensor
+    """1-D view of the shard's values, which the optimizer updates in place."""
+
+    @property
+    def stop(self) -> int:
+        """End of the piece in the shard (exclusive)."""
+        return self.start + self.values.numel()
+
+
+class Shard:
+    """What one rank owns of a unit: values to update, reduced gradient, optimizer.
+
+    ``position``: this rank's on the data axis; ``None``: the shard is the whole unit (stage 0, or one rank).
+    ``values``: in ``formats.masters``; without masters a view of the parameters' buffer itself. Build it
+    before the buffer is converted.
+    """
+
+    def __init__(self, flat: FlatParameters, position: int | None, formats: Formats) -> None:
+        self.formats = formats
+        self._flat = flat
+        start, stop = (0, flat.plan.length) if position is None else flat.plan.shard_range(position)
+        self.start, self.stop = start, stop
+        range_ = flat.buffer[start:stop]
+        self.values = range_.to(formats.masters, copy=True) if formats.has_masters else range_
+        self.gradient: Tensor | None = None
+        """Reduced over the data axis and all partial axes, in ``formats.masters``."""
+        self.pieces = tuple(self._cut())
+
+    def published(self) -> Tensor:
+        """This rank's part of the parameters' buffer."""
+        return self._flat.buffer[self.start : self.stop]
+
+    def publish(self) -> None:
+        """Rounds the masters into this rank's part of the parameters, if there are masters."""
+        if self.formats.has_masters:
+            self.published().copy_(self.values)
+
+    def take_over(self, slots: Sequence[int]) -> None:
+        """Takes what somebody wrote into parameters over into the masters.
+
+        Elements that still equal their rounded master keep its bits.
+        """
+        if not self.formats.has_masters:
+            return
+        for piece in self.pieces:
+            if piece.slot in slots:
+                current = self.published()[piece.start : piece.stop]
+                same = piece.values.to(current.dtype) == current
+                piece.values.copy_(torch.where(same, piece.values, current.to(piece.values.dtype)))
+
+    def _cut(self) -> list[Piece]:
+        pieces = []
+        for number, slot in enumerate(self._flat.plan.slots):
+            start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
+            if start < stop:
+                values = self.values[start - self.start : stop - self.start].detach()
+                parameter = self._flat.parameters[number]
+                pieces.append(Piece(number, parameter, start - slot.start, start - self.start, values))
+        return pieces
+
+
+def build_optimizer(
+    kind: type[Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    pieces: Sequence[Piece],
+) -> Optimizer:
+    """The torch optimizer over a unit's pieces, with the user's groups, some of them perhaps empty here."""
+    by_parameter = {id(piece.parameter): piece.values for piece in pieces}
+    own_groups = []
+    for group in groups:
+        values = [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
+        own_groups.append({**settings(group), "params": values})
+    return kind(own_groups, **options)
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters: learning rate, decay, ..."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def check_elementwise(kind: type[Optimizer]) -> None:
+    """Raises for what cannot work on a shard."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ValueError(
+            f"{kind!r} is not a torch.optim.Optimizer class; pass the class, e.g. torch.optim.AdamW"
+        )
+    if kind.__name__ in _NOT_ELEMENTWISE and kind.__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"torch.optim.{kind.__name__} looks at more than one element at a time and cannot update a shard; use "
+            f"an elementwise optimizer such as torch.optim.AdamW"
+        )
+
+
+def with_fused(
+    kind: type[Optimizer], devices: Iterable[torch.device], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Chooses torch's fused implementation where it exists and the user said nothing about the matter."""
+    spoken = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
+    if spoken or any(kind not in _FUSED.get(device.type, ()) for device in devices):
+        return dict(options)
+    return {**options, "fused": True}

@@ -1,0 +1,140 @@
+"""One unit at run time: the buffers of a :class:`UnitPlan` on this rank.
+
+::
+
+                     stage 0           stage 1            stage 2               (stage 3)
+    parameters       whole             whole              whole                 shard; whole while in use
+    gradients        whole             whole, kept        whole while arriving  whole while arriving
+    reduced          = gradients       shard              shard                 shard
+    masters, moments whole             shard              shard                 shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardweave.comm import Axis, Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+
+from .flat import FlatParameters
+from .gradients import LocalGradients
+from .precision import Formats
+from .shards import Piece, Shard, settings
+from .units import UnitPlan
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """Parameters, gradients and shard of one unit.
+
+    ``axis``: the data axis. ``stage``: 0, 1 or 2. ``names``: of the parameters, in slot order.
+    ``make_optimizer``: gives torch's optimizer for the shard's pieces.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        flat: FlatParameters,
+        names: Sequence[str],
+        *,
+        axis: Axis,
+        stage: int,
+        formats: Formats,
+        make_optimizer: Callable[[Sequence[Piece]], Optimizer],
+    ) -> None:
+        self.plan, self.flat, self.names, self.formats = plan, flat, tuple(names), formats
+        self.sharded = stage > 0 and axis.size > 1
+        self.shard = Shard(flat, axis.rank if self.sharded else None, formats)
+        flat.convert(formats.parameters)
+        self._axis = axis
+        self._frees = stage >= 2
+        self.local = LocalGradients(flat, formats.gradients, keep=not self._frees)
+        self.optimizer = make_optimizer(self.shard.pieces)
+        self.present: set[int] = set()
+        """Slots whose parameter has had a gradient since ``zero_grad``, here or on another rank."""
+        self._incoming: Tensor | None = None
+        self._spare: Tensor | None = None
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters in slot order."""
+        return self.flat.parameters
+
+    def start_reduction(self, op: str) -> tuple[Tensor, Pending[Tensor]]:
+        """Takes the local gradients and launches their reduction; returns the buffer that it reads."""
+        self.present |= {slot for slot, p in enumerate(self.parameters) if p.grad is not None}
+        buffer = self.local.take()
+        if self._axis.size == 1:
+            return buffer, Pending.ready(buffer)
+        wire = buffer.to(self.formats.reduction)
+        if not self.sharded:
+            return buffer, start_all_reduce(wire, self._axis, op)
+        out, self._spare = self._spare, None
+        if out is None:
+            out = torch.empty_like(self.shard.values)
+        return buffer, start_reduce_scatter(wire, self._axis, out=out, op=op)
+
+    def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
+        """Waits for a reduction and adds its result to what came before."""
+        result = pending.wait().to(self.formats.masters)
+        if result is not buffer:
+            self.local.give_back(buffer)
+        if self._incoming is None:
+            self._incoming = result
+        else:
+            self._incoming.add_(result)
+            self._recycle(result)
+
+    def start_partial_sum(self, axis: Axis) -> Pending[Tensor] | None:
+        """Launches the sum over one more axis of what :meth:`accept` collected."""
+        return None if self._incoming is None else start_all_reduce(self._incoming, axis)
+
+    def complete_gradient(self) -> None:
+        """What was collected is final: it becomes part of the shard's gradient."""
+        incoming, self._incoming = self._incoming, None
+        if self.shard.gradient is None:
+            self.shard.gradient = incoming
+        elif incoming is not None:
+            self.shard.gradient.add_(incoming)
+            self._recycle(incoming)
+
+    def drop_gradient(self) -> None:
+        """Forgets local and reduced gradients; their memory is kept for the next step below stage 2."""
+        self.local.clear()
+        for reduced in (self.shard.gradient, self._incoming):
+            if reduced is not None:
+                self._recycle(reduced)
+        self.shard.gradient = self._incoming = None
+
+    def _recycle(self, reduced: Tensor) -> None:
+        """A reduced gradient is not needed any more: its memory serves the next one, or is freed."""
+        if self.sharded:
+            self._spare = None if self._frees else reduced
+        elif reduced.dtype == self.formats.gradients:
+            self.local.give_back(reduced)
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Updates the shard with torch's optimizer, under the present settings of the user's groups."""
+        gradient = self.shard.gradient
+        if gradient is None or not self.shard.pieces:
+            return
+        for own, users in zip(self.optimizer.param_groups, groups, strict=True):
+            own.update(settings(users))
+        for piece in self.shard.pieces:
+            if piece.slot in self.present and piece.parameter.requires_grad:
+                piece.values.grad = gradient[piece.start : piece.stop]
+        self.optimizer.step()
+        for piece in self.shard.pieces:
+            piece.values.grad = None
+
+    def start_all_gather(self) -> Pending[Tensor] | None:
+        """Puts the updated values into the parameters and, where they are sharded, launches the all-gather."""
+        self.shard.publish()
+        if not self.sharded or not self.plan.length:
+            return None
+        return start_all_gather(self.shard.published(), self._axis, out=self.flat.buffer)
