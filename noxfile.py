@@ -178,7 +178,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Builds the documentation into site/; a broken link or an undocumented reference fails it."""
-    pip_install(session, "mkdocs", "mkdocs-material", "mkdocstrings[python]")
+    pip_install(session, "mkdocs", "mkdocs-material", "mkdocstrings[python]", "ruff")
     command = session.posargs or ["build", "--strict"]
     session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 
