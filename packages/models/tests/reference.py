@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from shardweave.models import Part, Transformer, TransformerConfig
 
 __all__ = ["FAMILIES", "batch_of", "build", "reference_logits", "reference_loss"]
 
-_SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "sequence": 8}
+_SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "sequence": 8}
 
 FAMILIES: dict[str, TransformerConfig] = {
     "gpt2": TransformerConfig(**_SMALL, position="learned", activation="gelu_tanh"),

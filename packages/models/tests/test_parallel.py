@@ -22,9 +22,20 @@ from shardweave.models import (
 )
 from shardweave.tensor_parallel import check_replicas
 
-# Sums over ranks are added in another order than in one product: a few units in the last place of float64.
-CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 RANKS = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 4)]
+
+
+def _close(
+    actual: Tensor | None,
+    expected: Tensor | None,
+    name: str = "",
+    *,
+    rtol: float = 1e-10,
+    atol: float = 1e-11,
+) -> None:
+    """Sums over ranks are added in another order than in one product: a few units in the last place of float64."""
+    assert actual is not None, name
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
 def _step(model: Transformer, tensor: Axis, streams: DropoutStreams | None) -> tuple[Tensor, Tensor]:
@@ -43,32 +54,26 @@ def _expect_equal_training(
     split = build(config, tensor=tensor, sequence_parallel=sequence_parallel)
     full = dict(whole.named_parameters())
     tokens, _ = batch_of(config)
-    torch.testing.assert_close(
-        split.gather_logits(split(tokens, streams=streams)), whole(tokens, streams=streams), **CLOSE
-    )
+    _close(split.gather_logits(split(tokens, streams=streams)), whole(tokens, streams=streams))
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1) for model in (whole, split)
     ]
     for _ in range(3):
         expected, expected_norm = _step(whole, Axis.single(), streams)
         loss, norm = _step(split, tensor, streams)
-        torch.testing.assert_close(loss, expected, **CLOSE)
-        torch.testing.assert_close(norm, expected_norm, **CLOSE)
+        _close(loss, expected)
+        _close(norm, expected_norm)
         for name, parameter in split.named_parameters():
             reference = full[name].grad
             assert reference is not None
             assert parameter.grad is not None, name
-            torch.testing.assert_close(
-                parameter.grad, reference[comm.full_index(parameter)], rtol=1e-9, atol=1e-11, msg=name
-            )
+            _close(parameter.grad, reference[comm.full_index(parameter)], name, rtol=1e-9)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, parameter in split.named_parameters():
         # AdamW divides noise by noise where a gradient is zero in theory (the key's bias): lr times 1e-17 / 1e-8.
-        torch.testing.assert_close(
-            parameter, full[name][comm.full_index(parameter)], rtol=1e-8, atol=1e-10, msg=name
-        )
+        _close(parameter, full[name][comm.full_index(parameter)], name, rtol=1e-8, atol=1e-10)
     check_replicas(split, tensor)
 
 
@@ -135,7 +140,7 @@ def test_two_dimensions_of_layout_at_once() -> None:
         loss.backward()
         assert x.grad is not None
         comm.send(x.grad, mesh.pp, 0)
-        torch.testing.assert_close(loss, expected, **CLOSE)
+        _close(loss, expected)
     comm.sum_partial_gradients(stage.parameters())
     for _, copy in stage.tied_parameters():
         assert copy.grad is not None
@@ -144,7 +149,7 @@ def test_two_dimensions_of_layout_at_once() -> None:
     for name, parameter in stage.named_parameters():
         reference = full[name].grad
         assert reference is not None
-        torch.testing.assert_close(parameter.grad, reference[comm.full_index(parameter)], msg=name, **CLOSE)
+        _close(parameter.grad, reference[comm.full_index(parameter)], name)
 
 
 @pytest.mark.ranks(2)
@@ -189,11 +194,11 @@ def test_b019_a_data_rank_without_labels_adds_nothing() -> None:
     loss, model = _data_parallel_step(config, mesh.dp, [(tokens, targets if mesh.dp.is_first else nothing)])
     assert torch.isfinite(loss)
     for (name, left), right in zip(alone.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(right.grad, left.grad, msg=name, **CLOSE)
+        _close(right.grad, left.grad, name)
     both = [(tokens, targets), (tokens, nothing)]
     loss, model = _data_parallel_step(config, mesh.dp, both if mesh.dp.is_first else both[1:] * 2)
     for (name, left), right in zip(alone.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(right.grad, left.grad, msg=name, **CLOSE)
+        _close(right.grad, left.grad, name)
     loss, model = _data_parallel_step(config, mesh.dp, [(tokens, nothing)])
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -227,10 +232,10 @@ def test_b026_an_odd_vocabulary_has_no_padding_on_two_ranks() -> None:
     assert (model.loss(model(tokens), targets) / valid).item() == pytest.approx(2.397895, abs=1e-6)
     with torch.no_grad():  # every logit is -1: the last norm gives ones, each row of the table sums to -1
         model.norm.weight.zero_()
-        model.norm.bias.fill_(1.0)
+        dict(model.named_parameters())["norm.bias"].fill_(1.0)
         model.embedding.weight.fill_(-1 / 16)
     logits = model.gather_logits(model(tokens))
-    torch.testing.assert_close(logits, torch.full((8, 3, 11), -1.0, dtype=torch.float64))
+    _close(logits, torch.full((8, 3, 11), -1.0, dtype=torch.float64))
     assert int(logits.argmax(-1).max()) < 11
     loss = model.loss(model(tokens), targets) / valid
     assert loss.item() == pytest.approx(2.397895, abs=1e-6)

@@ -32,7 +32,7 @@ def test_equals_a_plain_implementation(family: str) -> None:
     torch.testing.assert_close(logits, expected.transpose(0, 1), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for name, parameter in model.named_parameters():
-        largest = max(float(weights[name].grad.abs().max()), 1e-3)  # type: ignore[union-attr]
+        largest = max(float(weights[name].grad.abs().max()), 1e-3)
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=0, atol=1e-10 * largest, msg=name)
 
 
