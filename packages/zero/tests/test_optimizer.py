@@ -2,91 +2,413 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from shardweave.comm import Mesh
-from shardweave.zero import ZeroOptimizer
+from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
+from shardweave.comm import Axis, Mesh
+from shardweave.zero import MixedPrecision, Offload, ZeroOptimizer
 
 STAGES = (0, 1, 2)
+SMALL = 0.0003  # MiB: several units even for the test net
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": 0.01, "foreach": False}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    (torch.optim.Adagrad, {"lr": 0.05}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+    (torch.optim.ASGD, {"lr": 0.01}),
+]
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Odd sizes on purpose; a parameter used twice, a scalar, and one without elements."""
-    torch.manual_seed(seed)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(5, 7)
-            self.shared = nn.Linear(7, 7)
-            self.scale = nn.Parameter(torch.randn(()))
-            self.empty = nn.Parameter(torch.zeros(0, 8))
-            self.last = nn.Linear(7, 3, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            x = torch.tanh(self.shared(self.shared(x))) * self.scale
-            return self.last(x) + self.empty.sum()
-
-    return Net().to(dtype)
-
-
-def batch(step: int, rank: int, micro: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
-
-
-def loss_of(net: nn.Module, x: Tensor) -> Tensor:
-    return (net(x) ** 2).mean()
-
-
-def reference(
-    make: Callable[[nn.Module], torch.optim.Optimizer], ranks: int, *, steps: int = 3, micros: int = 1, clip: float | None = None
-) -> tuple[list[Tensor], list[float]]:
-    """One process, gradients averaged over what the ranks see."""
-    net = model()
-    optimizer = make(net)
+def train(
+    kind: Any, arguments: dict[str, Any], axis: Axis, *, steps: int = 3, **options: Any
+) -> tuple[nn.Module, list[float]]:
+    """The plain loop; the net starts differently on each rank: rank 0's values are to count."""
+    net = model(seed=axis.rank)
+    optimizer = ZeroOptimizer(net.parameters(), kind, data=axis, bucket_mb=SMALL, **options, **arguments)
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
-        for rank in range(ranks):
-            for micro in range(micros):
-                (loss_of(net, batch(step, rank, micro)) / ranks).backward()
-        norm = nn.utils.clip_grad_norm_(net.parameters(), clip or 1e9)
-        norms.append(float(norm))
-        optimizer.step()
-    return [p.detach().clone() for p in net.parameters()], norms
-
-
-def assert_equal(found: nn.Module, expected: list[Tensor]) -> None:
-    for (name, parameter), right in zip(found.named_parameters(), expected, strict=True):
-        assert parameter.shape == right.shape, name
-        if right.numel():
-            error = (parameter.detach() - right).abs().max() / right.abs().max()
-            assert error < 1e-12, f"{name}: {float(error)}"
-
-
-def equals_one_process(kind: Any, arguments: dict[str, Any], stage: int, ranks: int, **options: Any) -> None:
-    mesh = Mesh(dp=ranks)
-    net = model(seed=mesh.data.rank)  # rank 0's values are the ones that count
-    optimizer = ZeroOptimizer(net.parameters(), kind, data=mesh.data, stage=stage, **options, **arguments)
-    norms = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(net, batch(step, mesh.data.rank)).backward()
+        loss_of(net, batch(step, axis.rank)).backward()
         optimizer.step()
         norms.append(float(optimizer.grad_norm))
-    right, right_norms = reference(lambda m: kind(m.parameters(), **arguments), ranks, clip=options.get("clip"))
+    return net, norms
+
+
+def equals_one_process(kind: Any, arguments: dict[str, Any], axis: Axis, **options: Any) -> None:
+    net, norms = train(kind, arguments, axis, **options)
+    right, right_norms = one_process(
+        lambda m: kind(m.parameters(), **arguments), axis.size, clip=options.get("clip")
+    )
     assert_equal(net, right)
     assert norms == pytest.approx(right_norms, rel=1e-12)
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_without_any_process_group(stage: int) -> None:
+    for kind, arguments in OPTIMIZERS:
+        equals_one_process(kind, arguments, Axis.single("data"), stage=stage, clip=0.1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.ranks(2)
-def test_adamw_two_ranks(stage: int) -> None:
-    equals_one_process(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, stage, 2, bucket_mb=0.0003)
+def test_every_elementwise_optimizer_on_two_ranks(stage: int) -> None:
+    axis = Mesh(dp=2).data
+    for kind, arguments in OPTIMIZERS:
+        equals_one_process(kind, arguments, axis, stage=stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(3)
+def test_three_ranks_with_clipping(stage: int) -> None:
+    axis = Mesh(dp=3).data
+    equals_one_process(torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}, axis, stage=stage, clip=0.01)
+    equals_one_process(torch.optim.AdamW, {"lr": 0.01}, axis, stage=stage, clip=0.01)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(4)
+def test_four_ranks_and_context_in_the_data_axis(stage: int) -> None:
+    equals_one_process(torch.optim.AdamW, {"lr": 0.01}, Mesh(dp=2, cp=2).data, stage=stage, clip=0.01)
+
+
+@pytest.mark.ranks(2)
+def test_all_stages_give_the_same_bits() -> None:
+    axis = Mesh(dp=2).data
+    runs = [train(torch.optim.AdamW, {"lr": 0.01}, axis, stage=stage)[0] for stage in STAGES]
+    for other in runs[1:]:
+        for a, b in zip(runs[0].parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.ranks(2)
+def test_sum_instead_of_mean() -> None:
+    axis = Mesh(dp=2).data
+    for stage in STAGES:
+        net, _ = train(torch.optim.SGD, {"lr": 0.1}, axis, stage=stage, reduction="sum", steps=1)
+        right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.2), 2, steps=1)
+        assert_equal(net, right)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_schedulers_drive_the_update(stage: int) -> None:
+    axis = Mesh(dp=2).data
+    net = model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, data=axis, stage=stage, lr=0.1)
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=6, cycle_momentum=True)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(net, batch(step, axis.rank)).backward()
+        optimizer.step()
+        scheduler.step()
+
+    schedulers: list[OneCycleLR] = []
+
+    def advance(plain: torch.optim.Optimizer) -> None:
+        schedulers[0].step()
+
+    def make(other: nn.Module) -> torch.optim.Optimizer:
+        plain = torch.optim.AdamW(other.parameters(), lr=0.1)
+        schedulers.append(OneCycleLR(plain, max_lr=0.1, total_steps=6, cycle_momentum=True))
+        return plain
+
+    right, _ = one_process(make, 2, steps=5, after_step=advance)
+    assert_equal(net, right)
+
+
+def test_one_scheduler_a_group() -> None:
+    net = model()
+    groups = [
+        {"params": [net.first.weight], "lr": 0.5},
+        {"params": [p for p in net.parameters() if p is not net.first.weight]},
+    ]
+    optimizer = ZeroOptimizer(groups, torch.optim.SGD, data=Axis.single(), lr=0.1)
+    scheduler = LambdaLR(optimizer, [lambda step: 0.0, lambda step: 1.0])
+    first, last = net.first.weight.detach().clone(), net.last.weight.detach().clone()
+    loss_of(net, batch(0, 0)).backward()
+    optimizer.step()
+    scheduler.step()
+    assert torch.equal(net.first.weight, first)
+    assert not torch.equal(net.last.weight, last)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(4)
+def test_b058_groups_keep_their_settings(stage: int) -> None:
+    """Decay 0.1 for matrices, 0 for norm and bias, and a group of one element, empty on three ranks."""
+    axis = Mesh(dp=4).data
+    torch.manual_seed(0)
+    first, second = nn.Parameter(torch.randn(3, 5).double()), nn.Parameter(torch.randn(4, 4).double())
+    norm, bias = nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.randn(3).double())
+    single = nn.Parameter(torch.randn(1).double())
+    parameters = [first, second, norm, bias, single]
+    before = [p.detach().clone() for p in parameters]
+    optimizer = ZeroOptimizer(
+        [
+            {"params": [first, second], "weight_decay": 0.1},
+            {"params": [norm, bias], "weight_decay": 0.0},
+            {"params": [single], "weight_decay": 0.0, "lr": 0.2},
+        ],
+        torch.optim.AdamW,
+        data=axis,
+        stage=stage,
+        lr=0.1,
+    )
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, old in zip(parameters[:2], before[:2], strict=True):
+        assert torch.equal(parameter.detach(), old * (1 - 0.1 * 0.1))
+    for parameter, old in zip(parameters[2:], before[2:], strict=True):
+        assert torch.equal(parameter.detach(), old)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(4)
+def test_b059_sizes_that_do_not_divide(stage: int) -> None:
+    """Fewer elements than ranks, odd counts, no elements: parameters, norm and moments as in one process."""
+    axis = Mesh(dp=4).data
+    shapes = [(1,), (2,), (3,), (5,), (3, 3), (0, 8)]
+
+    def values(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    for bucket_mb in (25, 1e-6):  # all in one unit; every parameter a unit of its own
+        sharded, plain = [[nn.Parameter(value) for value in values(0)] for _ in range(2)]
+        optimizer = ZeroOptimizer(
+            sharded, torch.optim.AdamW, data=axis, stage=stage, lr=0.1, clip=1.0, bucket_mb=bucket_mb
+        )
+        right = torch.optim.AdamW(plain, lr=0.1)
+        for step in range(3):
+            every_rank = [values(100 + 10 * step + rank) for rank in range(4)]
+            for index, parameter in enumerate(sharded):
+                parameter.grad = every_rank[axis.rank][index]
+            for index, parameter in enumerate(plain):
+                parameter.grad = torch.stack([values[index] for values in every_rank]).mean(0)
+            norm = nn.utils.clip_grad_norm_(plain, 1.0)
+            optimizer.step()
+            right.step()
+            assert float(optimizer.grad_norm) == pytest.approx(float(norm), rel=1e-12)
+            optimizer.zero_grad()
+        for parameter, expected in zip(sharded, plain, strict=True):
+            assert parameter.shape == expected.shape
+            torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-15)
+            for key in ("exp_avg", "exp_avg_sq"):
+                if parameter in optimizer.state and optimizer.state[parameter]:
+                    piece = optimizer.state[parameter][key]
+                    whole = right.state[expected][key].flatten()
+                    windows = whole.unfold(0, piece.numel(), 1)
+                    assert (windows - piece).abs().amax(1).min() < 1e-15
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_a_parameter_nobody_used_is_left_alone_as_torch_does(stage: int) -> None:
+    """No decay, no momentum for ``.grad is None``; used on one rank only, the other counts as zero."""
+    axis = Mesh(dp=2).data
+    used, half, never = (nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64)) for _ in range(3))
+    optimizer = ZeroOptimizer(
+        [used, half, never], torch.optim.SGD, data=axis, stage=stage, lr=1.0, weight_decay=0.5
+    )
+    (used.sum() * 3 + (half.sum() if axis.rank == 1 else 0)).backward()
+    optimizer.step()
+    assert used.tolist() == [2.0 - 3.0 - 1.0] * 3
+    assert half.tolist() == [2.0 - 0.5 - 1.0] * 3
+    assert never.tolist() == [2.0] * 3
+
+
+def test_frozen_parameters() -> None:
+    net = model()
+    net.first.weight.requires_grad_(False)
+    before = net.first.weight.detach().clone()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, data=Axis.single(), lr=0.1)
+    loss_of(net, batch(0, 0)).backward()
+    optimizer.step()
+    assert torch.equal(net.first.weight, before)
+    net.last.weight.requires_grad_(False)  # frozen later: left out of the step, decay included
+    last = net.last.weight.detach().clone()
+    optimizer.zero_grad()
+    loss_of(net, batch(1, 0)).backward()
+    optimizer.step()
+    assert torch.equal(net.last.weight, last)
+    net.first.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="was frozen when ZeroOptimizer was built"):
+        optimizer.step()
+
+
+def test_gradients_add_up_until_zero_grad_as_torch_does() -> None:
+    net, plain = model(), model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1, clip=0.05)
+    right = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(net, batch(step, 0)).backward()
+        optimizer.step()
+        loss_of(plain, batch(step, 0)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        right.step()
+    assert_equal(net, list(plain.parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_zero_grad_drops_what_is_there(stage: int) -> None:
+    """Also in the middle: a bad batch is thrown away and another one taken."""
+    axis = Mesh(dp=2).data
+    net = model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
+    for step in range(2):
+        loss_of(net, batch(99, axis.rank) * 5).backward()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in net.parameters())
+        loss_of(net, batch(step, axis.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 2, steps=2)
+    assert_equal(net, right)
+
+
+def test_zero_grad_to_zeros_keeps_parameters_in_the_step() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = ZeroOptimizer(weights, torch.optim.SGD, data=Axis.single(), lr=1.0, weight_decay=0.5)
+    weights[0].sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert weights[0].tolist() == [0.5, 0.5]
+    assert weights[1].tolist() == [1.0, 1.0]
+
+
+def test_module_zero_grad_is_heard() -> None:
+    net = model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    loss_of(net, batch(9, 0)).backward()
+    net.zero_grad()
+    loss_of(net, batch(0, 0)).backward()
+    optimizer.step()
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 1, steps=1)
+    assert_equal(net, right)
+
+
+def test_gradients_can_be_read_and_edited_while_accumulating() -> None:
+    net = model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    with optimizer.accumulate():
+        loss_of(net, batch(0, 0)).backward()
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+    net.last.weight.grad = net.last.weight.grad * 1.0  # type: ignore[operator]  # a new tensor
+    optimizer.step()
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.05), 1, steps=1)
+    assert_equal(net, right)
+
+
+def test_closure() -> None:
+    net = model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(0, 0))
+        loss.backward()
+        return float(loss)
+
+    loss = optimizer.step(closure)
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 1, steps=1)
+    assert loss > 0
+    assert_equal(net, right)
+
+
+def test_a_second_optimizer_takes_the_parameters_over() -> None:
+    net = model()
+    first = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    second = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    loss_of(net, batch(0, 0)).backward()
+    with pytest.raises(ValueError, match="another ZeroOptimizer"):
+        first.step()
+    second.step()
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 1, steps=1)
+    assert_equal(net, right)
+
+
+@pytest.mark.ranks(2)
+def test_a_deleted_optimizer_leaves_gradients_alone() -> None:
+    net = model()
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Mesh(dp=2).data, lr=0.1)
+    del optimizer
+    gc.collect()
+    loss_of(net, batch(0, 0)).backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_what_cannot_work_is_refused_with_the_way_out() -> None:
+    net = model()
+
+    def build(kind: Any = torch.optim.SGD, params: Any = None, **options: Any) -> None:
+        ZeroOptimizer(params or net.parameters(), kind, data=Axis.single(), lr=0.1, **options)
+
+    for message, arguments in {
+        "not built yet; use stage 2": {"stage": 3},
+        "stage=4: choose one of 0, 1, 2": {"stage": 4},
+        "stage=True": {"stage": True},
+        "Offload.CPU is not built yet": {"offload": Offload.CPU},
+        "offload='cpu'": {"offload": "cpu"},
+        "clip=0": {"clip": 0},
+        "bucket_mb=-1": {"bucket_mb": -1},
+        "has no effect with stage=1": {"stage": 1, "shard_between_micro_batches": True},
+        "nonfinite='never'": {"nonfinite": "never"},
+        "reduction='avg'": {"reduction": "avg"},
+        "precision='bf16'": {"precision": "bf16"},
+        "LBFGS looks at more than one element": {"kind": torch.optim.LBFGS},
+        "pass the class": {"kind": torch.optim.SGD(net.parameters())},
+        "given to ZeroOptimizer twice": {"params": [net.scale, net.scale]},
+        "only floating-point": {"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
+        "meta device": {"params": [nn.Parameter(torch.zeros(2, device="meta"))]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            build(**arguments)
+    with pytest.raises(TypeError, match="nonsense"):
+        build(nonsense=1)
+    with pytest.raises(ValueError, match="floating-point torch.dtype"):
+        MixedPrecision(masters=torch.int32)
+
+
+def test_no_groups_after_building() -> None:
+    net = model()
+    optimizer = ZeroOptimizer([net.scale], torch.optim.SGD, data=Axis.single(), lr=0.1)
+    with pytest.raises(ValueError, match="give all groups when building"):
+        optimizer.add_param_group({"params": [net.last.weight]})
+
+
+def test_names_from_named_parameters() -> None:
+    net = model()
+    optimizer = ZeroOptimizer(net.named_parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    assert "value/first.weight" in optimizer.local_state()
+    with pytest.raises(ValueError, match="parameter first.weight was moved"):
+        net.first.weight.data = net.first.weight.data.clone()
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_different_models_on_two_data_ranks_are_refused_on_both() -> None:
+    axis = Mesh(dp=2).data
+    sizes = (3, 4) if axis.rank else (4, 3)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    with pytest.raises(ValueError, match="differ over axis 'data'"):
+        ZeroOptimizer(parameters, torch.optim.SGD, data=axis, lr=0.1)

@@ -1,0 +1,296 @@
+"""When gradients are reduced: accumulation, late and missing gradients, the order, the bytes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
+from shardweave.comm import Axis, Mesh, WeightGradients, gradient_work
+from shardweave.zero import ZeroOptimizer
+
+STAGES = (0, 1, 2)
+SMALL = 0.0003
+# stage, shard_between_micro_batches
+WAYS = [(0, None), (1, None), (2, True), (2, False)]
+
+
+def sgd(net: nn.Module, axis: Axis, stage: int, between: bool | None = None, **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(
+        net.parameters(),
+        torch.optim.SGD,
+        data=axis,
+        stage=stage,
+        lr=0.1,
+        momentum=0.9,
+        bucket_mb=SMALL,
+        shard_between_micro_batches=between,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("stage, between", WAYS)
+@pytest.mark.ranks(2)
+def test_b047_public_accumulation_at_every_stage(stage: int, between: bool | None) -> None:
+    axis = Mesh(dp=2).data
+    net = model()
+    optimizer = sgd(net, axis, stage, between)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(4):
+            with optimizer.accumulate() if micro < 3 else nullcontext():
+                loss_of(net, batch(step, axis.rank, micro)).backward()
+        optimizer.step()
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), 2, micros=4)
+    assert_equal(net, right)
+
+
+@pytest.mark.parametrize("stage, between", WAYS)
+@pytest.mark.ranks(2)
+def test_accumulating_all_micro_batches_or_none(stage: int, between: bool | None) -> None:
+    """Every backward inside ``accumulate``, or two and three of them without: nothing is lost."""
+    axis = Mesh(dp=2).data
+    right, norms = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), 2, micros=3)
+    for inside in (0, 1, 2, 3):
+        net = model()
+        optimizer = sgd(net, axis, stage, between)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(3):
+                with optimizer.accumulate() if micro < inside else nullcontext():
+                    loss_of(net, batch(step, axis.rank, micro)).backward()
+            optimizer.step()
+            found.append(float(optimizer.grad_norm))
+        assert_equal(net, right)
+        assert found == pytest.approx(norms, rel=1e-12)
+
+
+class Branch(nn.Module):
+    """A trunk and a branch that some inputs do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early = nn.Linear(5, 5)
+        self.branch = nn.Linear(5, 5)
+        self.late = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor, taken: bool) -> Tensor:
+        x = self.early(x)
+        return self.late(self.branch(x) if taken else x)
+
+
+def branch_reference(ranks: int, micros: int, taken: Any, steps: int = 3) -> list[Tensor]:
+    net = Branch()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            for micro in range(micros):
+                loss = (net(batch(step, rank, micro), taken(rank, micro)) ** 2).mean()
+                (loss / ranks).backward()
+        optimizer.step()
+    return list(net.parameters())
+
+
+@pytest.mark.parametrize("stage, between", WAYS)
+@pytest.mark.ranks(2)
+def test_b046_a_branch_used_in_the_first_micro_batch_only(stage: int, between: bool | None) -> None:
+    axis = Mesh(dp=2).data
+    net = Branch()
+    optimizer = sgd(net, axis, stage, between)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(4):
+            with optimizer.accumulate() if micro < 3 else nullcontext():
+                (net(batch(step, axis.rank, micro), micro == 0) ** 2).mean().backward()
+        optimizer.step()
+    assert_equal(net, branch_reference(2, 4, lambda rank, micro: micro == 0))
+
+
+@pytest.mark.parametrize("stage, between", WAYS)
+@pytest.mark.ranks(3)
+def test_branches_that_differ_between_ranks_do_not_hang(stage: int, between: bool | None) -> None:
+    """Each rank takes the branch in other micro-batches, one of them never; with and without ``accumulate``."""
+    axis = Mesh(dp=3).data
+
+    def taken(rank: int, micro: int) -> bool:
+        return (rank, micro) in {(0, 0), (0, 2), (1, 1)}
+
+    for accumulate in (True, False):
+        net = Branch()
+        optimizer = sgd(net, axis, stage, between)
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(3):
+                with optimizer.accumulate() if accumulate and micro < 2 else nullcontext():
+                    (net(batch(step, axis.rank, micro), taken(axis.rank, micro)) ** 2).mean().backward()
+            optimizer.step()
+        assert_equal(net, branch_reference(3, 3, taken))
+
+
+@pytest.mark.ranks(2)
+def test_zero_grad_after_ranks_have_launched_different_units() -> None:
+    axis = Mesh(dp=2).data
+    for stage in STAGES:
+        net = Branch()
+        optimizer = sgd(net, axis, stage)
+        for step in range(3):
+            (net(batch(50 + step, axis.rank), axis.rank == 0) ** 2).mean().backward()
+            optimizer.zero_grad()
+            (net(batch(step, axis.rank), True) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(net, branch_reference(2, 1, lambda rank, micro: True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_gradients_that_were_never_seen_by_a_hook(stage: int) -> None:
+    """Set by hand on one rank, by autograd on the other."""
+    axis = Mesh(dp=2).data
+    weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+    optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=axis, stage=stage, lr=1.0)
+    if axis.rank == 0:
+        weight.grad = torch.arange(5.0, dtype=torch.float64)
+    else:
+        (weight * torch.arange(5.0, dtype=torch.float64) * 3).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [1 - 2 * i for i in range(5)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_deferred_weight_gradients_are_waited_for(stage: int) -> None:
+    """A zero-bubble schedule computes a weight gradient after the backward pass."""
+    axis = Mesh(dp=2).data
+    first, second = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = ZeroOptimizer([first, second], torch.optim.SGD, data=axis, stage=stage, lr=1.0)
+    queue = WeightGradients()
+    summand = torch.full((3,), 4.0 + 2 * axis.rank, dtype=torch.float64)
+
+    def compute() -> None:
+        first.grad = summand if first.grad is None else first.grad + summand
+
+    queue.put([first], compute)
+    (first.sum() + second.sum()).backward()
+    assert first.grad is not None, "not reduced before its deferred part is there"
+    queue.run()
+    optimizer.step()
+    assert first.tolist() == [1.0 - 1.0 - 5.0] * 3
+    assert second.tolist() == [0.0] * 3
+
+
+@pytest.mark.ranks(2)
+def test_b043_one_reduction_a_step_when_a_pipeline_holds() -> None:
+    """Whoever holds the gradients, one reduction a unit and step, at every stage."""
+    mesh = Mesh(dp=2)
+    for stage, kind in ((0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")):
+        weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, reduction="mean")
+        mesh.ledger.reset()
+        gradient_work(weight).hold()
+        for micro in range(4):
+            if micro == 3:
+                gradient_work(weight).release()
+            weight.sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [-4.0] * 8
+        norm_calls = 1 if kind == "all_reduce" else 0
+        assert mesh.ledger.total("data", kind).calls == 1 + norm_calls
+
+
+@pytest.mark.ranks(3)
+def test_bytes_of_each_stage() -> None:
+    """Exactly 2 Psi elements, padding included, when gradients are kept whole over the micro-batches."""
+    mesh = Mesh(dp=3)
+    axis = mesh.data
+    for stage, between, reductions in ((1, None, 1), (2, False, 1), (2, True, 4)):
+        net = model()
+        optimizer = sgd(net, axis, stage, between)
+        psi = sum(p.numel() for p in net.parameters())
+        units = optimizer.units
+        padded = sum(unit.length for unit in units)
+        assert padded == psi + sum(unit.padding for unit in units)
+        assert all(unit.padding < 3 for unit in units)
+        assert len(units) > 2
+        for step in range(2):
+            mesh.ledger.reset()
+            for micro in range(4):
+                with optimizer.accumulate() if micro < 3 else nullcontext():
+                    loss_of(net, batch(step, axis.rank, micro)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scatter = mesh.ledger.total("data", "reduce_scatter")
+            gather = mesh.ledger.total("data", "all_gather")
+            assert scatter.elements == reductions * padded
+            assert scatter.calls == reductions * len(units)
+            assert (gather.elements, gather.calls) == (padded, len(units))
+            assert scatter.sent + gather.sent == (reductions + 1) * padded * 8 * 2 // 3
+            assert mesh.ledger.total("data").calls == scatter.calls + gather.calls + 1  # the norm
+    net = model()
+    optimizer = sgd(net, axis, 0)
+    mesh.ledger.reset()
+    loss_of(net, batch(0, axis.rank)).backward()
+    optimizer.step()
+    moved = mesh.ledger.total("data", "all_reduce")
+    assert (moved.elements, moved.calls) == (psi + 4, len(optimizer.units) + 1)
+
+
+@pytest.mark.ranks(2)
+def test_units_are_launched_during_the_backward_pass() -> None:
+    """The last layer's unit is on its way before the first layer's gradient is computed."""
+    mesh = Mesh(dp=2)
+    layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).double()
+    optimizer = ZeroOptimizer(layers.parameters(), torch.optim.SGD, data=mesh.data, lr=0.1, bucket_mb=0.002)
+    assert len(optimizer.units) == 8
+    launched: list[list[bool]] = []
+
+    def look(parameter: Tensor) -> None:
+        launched.append([layer.weight.grad is None for layer in layers])
+
+    first = layers[0].weight
+    first.register_post_accumulate_grad_hook(look)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    layers(x).sum().backward()
+    assert launched[0][1:] == [True] * 7
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_stage_two_frees_gradients() -> None:
+    """Between the units' reductions and between steps no whole gradient is alive."""
+    axis = Mesh(dp=2).data
+    for stage, kept in ((1, True), (2, False)):
+        net = model()
+        optimizer = sgd(net, axis, stage)
+        with optimizer.accumulate():
+            loss_of(net, batch(0, axis.rank)).backward()
+        whole = [unit.local._buffer is not None for unit in optimizer._units]
+        assert whole == [kept] * len(whole)
+        loss_of(net, batch(0, axis.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for unit in optimizer._units:
+            buffers = (unit.local._buffer, unit.local._spare, unit._spare, unit.shard.gradient, unit._incoming)
+            assert any(buffer is not None for buffer in buffers) == kept
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_inside_accumulate_leaves_nothing_held() -> None:
+    axis = Mesh(dp=2).data
+    net = model()
+    optimizer = sgd(net, axis, 2)
+    with pytest.raises(KeyError), optimizer.accumulate():
+        raise KeyError("data")
+    assert all(gradient_work(parameter).final for parameter in net.parameters())
+    loss_of(net, batch(0, axis.rank)).backward()
+    optimizer.step()
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), 2, steps=1)
+    assert_equal(net, right)
