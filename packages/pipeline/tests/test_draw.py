@@ -1,0 +1,40 @@
+"""Pictures of timelines and lists."""
+
+from __future__ import annotations
+
+from shardweave.pipeline import Action, Costs, Schedule, schedule
+from shardweave.pipeline.draw import MAX_COLUMNS
+
+
+def test_longer_actions_are_continued() -> None:
+    assert schedule("1f1b", stages=2, micro_batches=2).draw().splitlines() == [
+        "rank 0  F0 F1 .  .  B0 -- .  B1 --",
+        "rank 1  .  F0 B0 -- F1 B1 -- .  .",
+    ]
+
+
+def test_cells_name_the_stage_where_ranks_hold_several() -> None:
+    rows = ["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    looped = Schedule("looped", 4, 1, (0, 1, 0, 1), actions)
+    assert looped.draw(Costs(backward=1)).splitlines() == [
+        "rank 0  0F0 .   2F0 .   .   2B0 .   0B0",
+        "rank 1  .   1F0 .   3F0 3B0 .   1B0 .",
+    ]
+
+
+def test_columns_line_up_with_many_micro_batches() -> None:
+    first, second = schedule("gpipe", stages=2, micro_batches=12).draw(Costs(backward=1)).splitlines()
+    assert second.index("F11") == first.index("F11") + 4
+
+
+def test_measured_costs_do_not_make_endless_pictures() -> None:
+    costs = Costs(forward=[1e-6, 1.0], backward=2.0)
+    (first, *_) = schedule("1f1b", stages=2, micro_batches=3).draw(costs).splitlines()
+    assert len(first.split()) <= MAX_COLUMNS + 2
+
+
+def test_more_than_ten_ranks_line_up() -> None:
+    lines = str(schedule("gpipe", stages=11, micro_batches=1)).splitlines()
+    assert lines[0] == "rank 0   0F0  0B0"
+    assert lines[10] == "rank 10  10F0 10B0"

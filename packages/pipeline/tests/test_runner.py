@@ -1,0 +1,693 @@
+"""The runner against one process: losses, outputs, gradients, norms, optimizer steps; and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardweave import comm
+from shardweave.comm import Axis, Mesh, sharding_of
+from shardweave.comm.testing import RankError, run_ranks
+from shardweave.pipeline import BUILDERS, Action, Pipeline, Schedule, partition, runner, schedule
+
+LAYERS, WIDTH = 6, 5
+
+
+class Block(nn.Module):
+    """A residual layer whose parameters are the same wherever it is built."""
+
+    def __init__(self, index: int, width: int = WIDTH) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(100 + index)
+        self.linear = nn.Linear(width, width, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in self.linear.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def stack(layers: Iterable[int]) -> nn.Sequential:
+    return nn.Sequential(*(Block(layer) for layer in layers))
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that is a sum, and not symmetric in the samples."""
+    return (output - target).square().sum()
+
+
+def batch(sizes: Sequence[int], seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Micro-batches of these sizes: inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(2, size, WIDTH, generator=generator, dtype=torch.float64) for size in sizes]
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def close(actual: object, expected: object) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def serial_step(
+    model: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], scale: float
+) -> Tensor:
+    """What a step is without a pipeline."""
+    total = torch.zeros((), dtype=torch.float64)
+    for x, target in zip(inputs, targets, strict=True):
+        loss = squares(model(x), target)
+        (loss * scale).backward()
+        total += loss.detach()
+    return total
+
+
+def norm_of(model: nn.Module) -> Tensor:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))
+
+
+def train_and_compare(
+    mesh: Mesh, plan: Schedule, cuts: Sequence[range], *, sizes: Sequence[int], dynamic_shapes: bool
+) -> None:
+    """Three optimizer steps on the pipeline and in this process alone; everything has to be equal."""
+    mine = [stack(cuts[stage]) for stage in plan.stages_of(mesh.pp.rank)]
+    whole = stack(range(LAYERS))
+    pipeline = Pipeline(mine, mesh.pp, plan, loss=squares, dynamic_shapes=dynamic_shapes)
+    parameters = [p for module in mine for p in module.parameters()]
+    optimizer, reference = (
+        torch.optim.AdamW(parameters, lr=0.1),
+        torch.optim.AdamW(whole.parameters(), lr=0.1),
+    )
+    holds_last = plan.num_stages - 1 in pipeline.stages
+    for step in range(3):
+        inputs, targets = batch(sizes, seed=step)
+        optimizer.zero_grad()
+        reference.zero_grad()
+        total = pipeline.step(inputs, targets, scale=0.25)
+        expected = serial_step(whole, inputs, targets, 0.25)
+        if holds_last:
+            close(total, expected)
+            assert total is not None
+            assert not total.requires_grad
+        else:
+            assert total is None
+        for stage, module in zip(plan.stages_of(mesh.pp.rank), mine, strict=True):
+            for layer, block in zip(cuts[stage], module, strict=True):
+                for p, its in zip(block.parameters(), whole[layer].parameters(), strict=True):
+                    close(p.grad, its.grad)
+        close(comm.gradient_norm(parameters, mesh.model), norm_of(whole))
+        optimizer.step()
+        reference.step()
+        evaluated = pipeline.evaluate(inputs, targets)
+        outputs = pipeline.predict(inputs)
+        with torch.no_grad():
+            predicted = [whole(x) for x in inputs]
+        if holds_last:
+            close(evaluated, sum(squares(y, target) for y, target in zip(predicted, targets, strict=True)))
+            assert outputs is not None
+            for output, its in zip(outputs, predicted, strict=True):
+                close(output, its)
+        else:
+            assert evaluated is None
+            assert outputs is None
+
+
+def every_schedule(ranks: int, *, by_order: bool) -> None:
+    mesh = Mesh(pp=ranks)
+    if by_order:
+        runner._honours_tags = lambda axis: False  # as on NCCL: messages pair up by order alone
+    even = partition([1.0] * LAYERS, ranks)
+    for name, micro_batches, dynamic in itertools.product(BUILDERS, (1, 2, 3, 4, 5), (True, False)):
+        plan = schedule(name, stages=ranks, micro_batches=micro_batches)
+        sizes = [2 + index % 3 if dynamic else 2 for index in range(micro_batches)]
+        train_and_compare(mesh, plan, even, sizes=sizes, dynamic_shapes=dynamic)
+
+
+@pytest.mark.parametrize("by_order", [False, True], ids=["tags", "order"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_b039_every_schedule_equals_one_process(ranks: int, by_order: bool) -> None:
+    """Fewer micro-batches than stages, as many, and more."""
+    run_ranks(every_schedule, ranks, ranks, by_order=by_order, timeout=60)
+
+
+@pytest.mark.ranks(3)
+def test_uneven_partitions_equal_one_process() -> None:
+    mesh = Mesh(pp=3)
+    plan = schedule("1f1b", stages=3, micro_batches=4)
+    for cuts in ([range(1), range(1, 5), range(5, 6)], [range(4), range(4, 5), range(5, 6)]):
+        train_and_compare(mesh, plan, cuts, sizes=[2] * 4, dynamic_shapes=True)
+
+
+def made_of(*rows: str, rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return Schedule("test", len(rank_of_stage), micro_batches, rank_of_stage, actions)
+
+
+@pytest.mark.ranks(2)
+def test_several_stages_per_rank_and_neighbours_on_one_rank() -> None:
+    mesh = Mesh(pp=2)
+    plans = [
+        # a V: the middle stages are on rank 1, the first and the last on rank 0
+        made_of("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+                rank_of_stage=(0, 1, 1, 0), micro_batches=2),
+        # a loop, with the backward in two parts
+        made_of("0F0 0F1 2F0 2F1 2I0 2I1 2W0 2W1 0I0 0I1 0W0 0W1", "1F0 1F1 3F0 3B0 3F1 3B1 1I0 1I1 1W1 1W0",
+                rank_of_stage=(0, 1, 0, 1), micro_batches=2),
+    ]  # fmt: skip
+    for plan, dynamic in itertools.product(plans, (True, False)):
+        train_and_compare(mesh, plan, partition([1.0] * LAYERS, 4), sizes=[3, 3], dynamic_shapes=dynamic)
+
+
+@pytest.mark.ranks(1)
+def test_all_stages_on_one_rank() -> None:
+    plan = made_of("0F0 1F0 2F0 2B0 1B0 0B0", rank_of_stage=(0, 0, 0), micro_batches=1)
+    train_and_compare(Mesh(), plan, partition([1.0] * LAYERS, 3), sizes=[3], dynamic_shapes=True)
+
+
+def test_one_process_needs_no_process_group() -> None:
+    whole, alone = stack(range(LAYERS)), stack(range(LAYERS))
+    plan = schedule("1f1b", stages=1, micro_batches=2)
+    total = Pipeline([alone], Axis.single("pp"), plan, loss=squares).step(*batch([2, 3]))
+    close(total, serial_step(whole, *batch([2, 3]), 1.0))
+    close([p.grad for p in alone.parameters()], [p.grad for p in whole.parameters()])
+
+
+# --- what passes between stages ----------------------------------------------------------------------------
+
+
+class Fork(nn.Module):
+    """Returns a hidden state, a mask, positions, a constant and something nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.block(x)
+        positions = torch.arange(len(x))
+        return (
+            hidden.t(),
+            hidden[:, 0] > 0,
+            positions,
+            torch.full((1,), 0.5, dtype=x.dtype),
+            hidden.sum(),
+            x[:0],
+        )
+
+
+class Through(nn.Module):
+    """Uses some of the tuple and hands the rest on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(1)
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        hidden, mask, positions, constant, unused, empty = values
+        hidden = self.block(hidden.t()) * constant + mask[:, None] + positions[:, None]
+        return hidden, unused, empty
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2)
+
+    def forward(self, hidden: Tensor, unused: Tensor, empty: Tensor) -> Tensor:
+        output: Tensor = self.block(hidden)
+        return output + len(empty)
+
+
+def tuples(by_order: bool) -> None:
+    mesh = Mesh(pp=3)
+    if by_order:
+        runner._honours_tags = lambda axis: False
+    inputs, targets = batch([4, 4, 4])
+    for dynamic in (True, False):
+        whole, mine = [Fork(), Through(), Join()], [Fork(), Through(), Join()][mesh.pp.rank]
+        for x, target in zip(inputs, targets, strict=True):
+            squares(whole[2](*whole[1](*whole[0](x))), target).backward()
+        plan = schedule("1f1b", stages=3, micro_batches=3)
+        pipeline = Pipeline([mine], mesh.pp, plan, loss=squares, dynamic_shapes=dynamic)
+        for _ in range(2):
+            mine.zero_grad()
+            pipeline.step(inputs, targets)
+            for p, its in zip(mine.parameters(), whole[mesh.pp.rank].parameters(), strict=True):
+                close(p.grad, its.grad)
+
+
+@pytest.mark.parametrize("by_order", [False, True], ids=["tags", "order"])
+def test_tuples_between_stages(by_order: bool) -> None:
+    """Non-contiguous, boolean, integer, constant, unused and empty tensors."""
+    run_ranks(tuples, 3, by_order)
+
+
+class Shift(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor, dtype=torch.float64))
+
+    def forward(self, x: Tensor, *, shift: float) -> Tensor:
+        return x * self.factor + shift
+
+
+@pytest.mark.ranks(2)
+def test_arguments_reach_every_stage_and_inputs_may_be_tuples() -> None:
+    mesh = Mesh(pp=2)
+    pipeline = Pipeline([Shift(3.0)], mesh.pp, schedule("gpipe", stages=2, micro_batches=2))
+    inputs = [(torch.tensor(float(index), dtype=torch.float64),) for index in range(2)]
+    # without a loss function the last stage's output is the loss: (x * 3 + s) * 3 + s
+    total = pipeline.step(inputs if mesh.pp.is_first else None, arguments=[{"shift": 1.0}, {"shift": 10.0}])
+    if mesh.pp.is_last:
+        close(total, torch.tensor((0 + 1) * 3 + 1.0 + (3 + 10) * 3 + 10.0, dtype=torch.float64))
+    else:
+        assert total is None
+
+
+class Scale(nn.Module):
+    """Multiplies by one weight; the identity in shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def large_messages(ranks: int) -> None:
+    mesh = Mesh(pp=ranks)
+    for dynamic in (True, False):
+        stage = Scale()
+        pipeline = Pipeline(
+            [stage], mesh.pp, schedule("1f1b", stages=ranks, micro_batches=ranks + 1),
+            loss=lambda output, target: output[:10].sum(), dynamic_shapes=dynamic,
+        )  # fmt: skip
+        inputs = [torch.ones(16 * 1024 * 1024)] * (ranks + 1)
+        total = pipeline.step(inputs, [None] * (ranks + 1))
+        if mesh.pp.is_last:
+            assert total is not None
+            assert float(total) == 10 * 2**ranks * (ranks + 1)
+        assert stage.weight.grad is not None
+        assert float(stage.weight.grad) == 10 * 2 ** (ranks - 1) * (ranks + 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_b040_messages_of_64_mib_in_the_steady_phase(ranks: int) -> None:
+    run_ranks(large_messages, ranks, ranks, timeout=60)
+
+
+# --- shapes and numbers of micro-batches -------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_b038_micro_batches_may_differ_in_shape_and_from_step_to_step() -> None:
+    mesh = Mesh(pp=2)
+    cuts = [range(3), range(3, 6)]
+    plan = schedule("1f1b", stages=2, micro_batches=3)
+    train_and_compare(mesh, plan, cuts, sizes=[5, 3, 7], dynamic_shapes=True)
+    whole = stack(range(LAYERS))
+    mine = stack(cuts[mesh.pp.rank])
+    pipeline = Pipeline([mine], mesh.pp, plan, loss=squares)
+    for rows in (8, 4, 9):  # 8 in 3 is 3, 3, 2
+        x, target = batch([rows])
+        inputs, targets = torch.tensor_split(x[0], 3), torch.tensor_split(target[0], 3)
+        total = pipeline.step(inputs, targets)
+        expected = serial_step(whole, inputs, targets, 1.0)
+        if mesh.pp.is_last:
+            close(total, expected)
+        first = 3 * mesh.pp.rank
+        close([p.grad for p in mine.parameters()], [p.grad for p in whole[first : first + 3].parameters()])
+
+
+def refused_everywhere(mesh: Mesh, pipeline: Pipeline, call: Callable[[], object], own: str) -> None:
+    """All ranks raise; nothing is sent; the pipeline still works afterwards."""
+    sent = mesh.ledger.total(axis="pp", kind="send").calls
+    with pytest.raises(ValueError, match=own):
+        call()
+    assert mesh.ledger.total(axis="pp", kind="send").calls == sent
+    total = pipeline.step(*batch([2, 2, 2]))
+    assert (total is not None) == mesh.pp.is_last
+
+
+@pytest.mark.ranks(2)
+def test_b038_a_wrong_number_is_refused_on_all_ranks_before_any_send() -> None:
+    mesh = Mesh(pp=2)
+    pipeline = Pipeline(
+        [stack([mesh.pp.rank])], mesh.pp, schedule("1f1b", stages=2, micro_batches=3), loss=squares
+    )
+    inputs, targets = batch([2, 2, 2])
+    first, last = mesh.pp.is_first, mesh.pp.is_last
+    other = f"rank {1 - mesh.pp.rank} of axis 'pp' refused this step"
+    short = "2 given as {} for 3 micro-batches; .*torch.tensor_split"
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step(inputs[:2] if first else None, targets if last else None),
+        short.format("inputs") if first else other,
+    )  # fmt: skip
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step(inputs, targets[:2] if last else targets),
+        short.format("targets") if last else other,
+    )  # fmt: skip
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step(None, targets),
+        "no inputs: the rank with the first stage" if first else other,
+    )  # fmt: skip
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step(inputs, None),
+        "no targets: the rank with the last stage" if last else other,
+    )  # fmt: skip
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step(torch.stack(inputs), targets),  # type: ignore[arg-type]
+        "a tensor given as inputs",
+    )  # fmt: skip
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step(inputs, targets, arguments=[{}]), short.format("arguments")[2:]
+    )
+    refused_everywhere(
+        mesh, pipeline, lambda: pipeline.step([["x"]] * 3 if first else inputs, targets),  # type: ignore[list-item]
+        "input 0 is a list" if first else other,
+    )  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_schedules_are_told() -> None:
+    mesh = Mesh(pp=2)
+    count = 2 + mesh.pp.rank
+    plan = schedule("1f1b", stages=2, micro_batches=count)
+    pipeline = Pipeline([stack([mesh.pp.rank])], mesh.pp, plan, loss=squares)
+    with pytest.raises(ValueError, match=f"rank {1 - mesh.pp.rank} of axis 'pp' runs another schedule"):
+        pipeline.step(*batch([2] * count))
+
+
+def deviating() -> None:
+    mesh = Mesh(pp=2)
+    plan = schedule("1f1b", stages=2, micro_batches=2)
+    pipeline = Pipeline([stack([mesh.pp.rank])], mesh.pp, plan, loss=squares, dynamic_shapes=False)
+    pipeline.step(*batch([2, 2]))
+    pipeline.evaluate(*batch([4, 4]))  # an evaluation has shapes of its own
+    pipeline.step(*batch([2, 2]))
+    pipeline.step(*batch([2, 1]))
+
+
+def test_b038_fixed_shapes_refuse_a_deviating_tensor_before_it_is_sent() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(deviating, 2, timeout=30)
+    assert caught.value.rank == 0
+    text = str(caught.value)
+    assert (
+        "stage 0 passes on [1, 5] float64 (grad) for micro-batch 1, after [2, 5] float64 (grad) before"
+        in text
+    )
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.ranks(2)
+def test_an_evaluation_may_have_another_number_of_micro_batches() -> None:
+    mesh = Mesh(pp=2)
+    plan = schedule("1f1b", stages=2, micro_batches=2)
+    for dynamic in (True, False):
+        mine = stack([mesh.pp.rank])
+        pipeline = Pipeline([mine], mesh.pp, plan, loss=squares, dynamic_shapes=dynamic)
+        whole = stack([0, 1])
+        for count in (1, 5, 2):
+            inputs, targets = batch([3] * count)
+            total = pipeline.evaluate(inputs, targets, micro_batches=count)
+            if mesh.pp.is_last:
+                close(total, serial_step(whole, inputs, targets, 1.0))
+        assert all(p.grad is None for p in mine.parameters())
+
+
+# --- the loss ----------------------------------------------------------------------------------------------
+
+
+class Source(nn.Module):
+    """Passes on what it is given, through a parameter, so that there is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.ranks(4)
+def test_b020_the_loss_is_that_of_all_micro_batches_and_only_where_it_is_known() -> None:
+    mesh = Mesh(pp=2, dp=2)
+    plan = schedule("1f1b", stages=2, micro_batches=2)
+    pipeline = Pipeline([Source()], mesh.pp, plan, loss=lambda output, target: output * target)
+    losses = [[1.0, 3.0], [5.0, 7.0]][mesh.data.rank]
+    inputs = [torch.tensor(loss) for loss in losses]
+    for total in (pipeline.step(inputs, [1, 1], scale=0.25), pipeline.evaluate(inputs, [1, 1])):
+        if not mesh.pp.is_last:
+            assert total is None
+            continue
+        assert total is not None
+        assert float(total) == sum(losses)
+        assert float(comm.all_reduce(total, mesh.data)) / 4 == 4.0
+
+
+@pytest.mark.ranks(2)
+def test_the_scale_may_be_a_tensor_and_does_not_change_the_result() -> None:
+    mesh = Mesh(pp=2)
+    plan = schedule("gpipe", stages=2, micro_batches=2)
+    source = Source()
+    pipeline = Pipeline([source], mesh.pp, plan, loss=lambda output, target: output)
+    total = pipeline.step([torch.tensor(2.0), torch.tensor(4.0)], [None, None], scale=torch.tensor(0.5))
+    assert source.weight.grad is not None
+    assert float(source.weight.grad) == 3.0
+    if mesh.pp.is_last:
+        assert total is not None
+        assert float(total) == 6.0
+
+
+@pytest.mark.ranks(1)
+def test_a_bf16_loss_is_summed_in_float32() -> None:
+    plan = schedule("1f1b", stages=1, micro_batches=3)
+    pipeline = Pipeline([Source().bfloat16()], Mesh().pp, plan)
+    total = pipeline.step([torch.tensor(value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)])
+    assert total is not None
+    assert total.dtype == torch.float32
+    assert float(total) == 258.0  # 256 in bf16
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    plan = schedule("1f1b", stages=1, micro_batches=1)
+    pipeline = Pipeline([Source()], Axis.single("pp"), plan, loss=lambda output, target: output)
+    with pytest.raises(ValueError, match=r"the loss function returned \[3\] torch.float32"):
+        pipeline.step([torch.ones(3)], [None])
+    with pytest.raises(ValueError, match="the last stage, as there is no loss function"):
+        Pipeline([Source()], Axis.single("pp"), plan).step([torch.ones(3)])
+
+
+def test_targets_without_a_loss_are_refused() -> None:
+    plan = schedule("1f1b", stages=1, micro_batches=1)
+    with pytest.raises(ValueError, match="targets have no effect because there is no loss function"):
+        Pipeline([Source()], Axis.single("pp"), plan).step([torch.ones(())], [None])
+
+
+# --- gradients: when they are final, and whose they are ----------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Has gradient 1 for every micro-batch, whatever the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+@pytest.mark.ranks(4)
+def test_b043_gradients_are_reduced_once_per_step_when_they_are_final() -> None:
+    mesh = Mesh(pp=2, dp=2)
+    for name, micro_batches in itertools.product(BUILDERS, (1, 4)):
+        stage = Constant()
+        pipeline = Pipeline(
+            [stage], mesh.pp, schedule(name, stages=2, micro_batches=micro_batches),
+            loss=lambda output, target: output,
+        )  # fmt: skip
+        seen: list[str] = []
+
+        def reduce(parameter: Tensor, seen: list[str] = seen) -> None:
+            seen.append("final")
+            assert parameter.grad is not None
+            comm.all_reduce(parameter.grad, mesh.data, "mean")
+
+        work = comm.gradient_work(stage.weight)
+        work.subscribe(stage.weight, lambda parameter, seen=seen: seen.append("arrived"), every=True)  # type: ignore[misc]
+        work.subscribe(stage.weight, reduce)
+        for _ in range(2):
+            seen.clear()
+            stage.zero_grad()
+            before = mesh.ledger.total(axis="data", kind="all_reduce").calls
+            pipeline.step([torch.zeros(())] * micro_batches, [None] * micro_batches)
+            assert seen == ["arrived"] * micro_batches + ["final"]
+            assert mesh.ledger.total(axis="data", kind="all_reduce").calls - before == 1
+            assert stage.weight.grad is not None
+            assert float(stage.weight.grad) == micro_batches
+
+
+class Failing(nn.Module):
+    """Raises in the backward of its second micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x * self.weight
+        self.calls += 1
+        if self.calls == 2:
+            output.register_hook(self.fail)
+        return output
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+
+def test_nothing_is_held_after_a_failed_step() -> None:
+    stage = Failing()
+    pipeline = Pipeline([stage], Axis.single("pp"), schedule("gpipe", stages=1, micro_batches=4))
+    with pytest.raises(ArithmeticError):
+        pipeline.step([torch.ones(())] * 4)
+    assert comm.gradient_work(stage.weight).final
+    stage.zero_grad()
+    pipeline.step([torch.ones(())] * 4)
+    assert stage.weight.grad is not None
+    assert float(stage.weight.grad) == 4.0
+
+
+@pytest.mark.ranks(2)
+def test_stages_without_trainable_parameters_send_no_gradients() -> None:
+    mesh = Mesh(pp=2)
+    mine = stack([mesh.pp.rank])
+    whole = stack([0, 1])
+    if mesh.pp.is_first:
+        mine.requires_grad_(False)
+    pipeline = Pipeline([mine], mesh.pp, schedule("1f1b", stages=2, micro_batches=3), loss=squares)
+    before = mesh.ledger.total(axis="pp", kind="send").calls
+    pipeline.step(*batch([2] * 3))
+    serial_step(whole, *batch([2] * 3), 1.0)
+    if mesh.pp.is_last:
+        close([p.grad for p in mine.parameters()], [p.grad for p in whole[1].parameters()])
+        assert mesh.ledger.total(axis="pp", kind="send").calls == before
+    else:
+        assert all(p.grad is None for p in mine.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_records_say_that_the_axis_is_exclusive_and_keep_the_rest() -> None:
+    mesh = Mesh(pp=2)
+    block = Block(0)
+    weight, bias = block.linear.weight, block.linear.bias
+    comm.set_sharding(weight, comm.Sharding("layers.0.weight", (5, 5), partial=(mesh.tp,), decay=False))
+    for _ in range(2):
+        Pipeline([block], mesh.pp, schedule("1f1b", stages=2, micro_batches=1))
+    record = sharding_of(weight)
+    assert record == comm.Sharding(
+        "layers.0.weight", (5, 5), partial=(mesh.tp,), exclusive=(mesh.pp,), decay=False
+    )
+    assert sharding_of(bias) == comm.Sharding("", (5,), exclusive=(mesh.pp,))
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Counts how many of its outputs are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x * self.weight
+        self.alive.add(output)
+        self.most = max(self.most, len(self.alive))
+        return output
+
+
+@pytest.mark.ranks(3)
+def test_no_more_activations_are_alive_than_the_schedule_says() -> None:
+    mesh = Mesh(pp=3)
+    for name, dynamic in itertools.product(BUILDERS, (True, False)):
+        plan = schedule(name, stages=3, micro_batches=8)
+        stage = Watched()
+        pipeline = Pipeline(
+            [stage], mesh.pp, plan, loss=lambda output, target: output.sum(), dynamic_shapes=dynamic
+        )
+        for _ in range(3):
+            pipeline.step([torch.ones(4)] * 8, [None] * 8)
+            gc.collect()
+            assert len(stage.alive) == 0
+        # of the last stage only the loss is kept, and its graph does not need the output
+        assert stage.most <= plan.simulate().peak_activations[mesh.pp.rank]
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(its.numel() * its.element_size() for its in gc.get_objects() if type(its) is Tensor)
+
+
+@pytest.mark.ranks(2)
+def test_memory_does_not_grow_with_steps() -> None:
+    mesh = Mesh(pp=2)
+    mine = stack([mesh.pp.rank])
+    pipeline = Pipeline([mine], mesh.pp, schedule("1f1b", stages=2, micro_batches=8), loss=squares)
+    sizes = []
+    for _ in range(12):
+        pipeline.step(*batch([2] * 8))
+        mine.zero_grad()
+        sizes.append(live_bytes())
+    assert sizes[11] == sizes[3]
+
+
+# --- construction ------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="is for 2 ranks and axis 'pp' has 1; build it with ranks=1"):
+        Pipeline([stack([0])], Axis.single("pp"), schedule("1f1b", stages=2, micro_batches=2))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_b118_one_module_per_stage_of_the_rank(count: int) -> None:
+    modules = [stack([0])] * count
+    with pytest.raises(ValueError, match=rf"{count} modules for rank 0 .* holds the stages \[0\]"):
+        Pipeline(modules, Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=2))
+
+
+def test_an_invalid_schedule_is_refused() -> None:
+    wrong = made_of("0F0", rank_of_stage=(0,), micro_batches=1)
+    with pytest.raises(ValueError, match="lacks 0B0"):
+        Pipeline([stack([0])], Axis.single("pp"), wrong)
+
+
+def test_no_micro_batches_are_refused() -> None:
+    pipeline = Pipeline([Source()], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=1))
+    with pytest.raises(ValueError, match="evaluate: micro_batches is 0"):
+        pipeline.evaluate([], micro_batches=0)
+
+
+def test_an_output_that_cannot_be_passed_on_is_refused() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"x": x}
+
+    pipeline = Pipeline([Wrong()], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=1))
+    with pytest.raises(ValueError, match=r"output of stage 0 \(Wrong\) is a dict"):
+        pipeline.step([torch.ones(())])
