@@ -28,6 +28,7 @@ from shardweave.comm import Axis, all_reduce
 
 from .embedding import check_ids
 from .features import FeatureSplit, split_features
+from .products import as_rows
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -84,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
         z_loss: float,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        rows = logits.reshape(-1, split.length)  # [tokens, vocab_r]
+        rows = as_rows(logits)  # [tokens, vocab_r]
         local, here = _locate(targets.reshape(-1), valid.reshape(-1), split)
         largest = torch.full(rows.shape[:1], -math.inf, dtype=wide, device=rows.device)
         sums = torch.zeros(2, rows.shape[0], dtype=wide, device=rows.device)
@@ -110,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, here, valid, largest, exponentials = ctx.saved_tensors
-        rows = logits.reshape(-1, logits.shape[-1])
+        rows = as_rows(logits)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = d_loss.reshape(-1)
         of_softmax = scale  # d loss / d log(s): 1, and the z loss' part

@@ -129,9 +129,9 @@ class _ColumnProduct(torch.autograd.Function):
         full = call.gathered(call.cast(x))
         together = joined(weights)
         if together is not None:
-            y = F.linear(_rows(full), call.cast(together), _stacked(biases, call))
+            y = F.linear(as_rows(full), call.cast(together), _stacked(biases, call))
         else:
-            y = torch.cat([F.linear(_rows(full), call.cast(weight)) for weight in weights], dim=-1)
+            y = torch.cat([F.linear(as_rows(full), call.cast(weight)) for weight in weights], dim=-1)
             bias = _stacked(biases, call)
             y = y if bias is None else y.add_(bias)
         return y.view(*full.shape[:-1], y.shape[-1])
@@ -143,7 +143,7 @@ class _ColumnProduct(torch.autograd.Function):
         x, weights = _kept(ctx)
         wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         wants_weights, wants_biases = wants[: call.num_weights], wants[call.num_weights :]
-        dy_rows = _rows(dy)
+        dy_rows = as_rows(dy)
         gathering = reducing = None
         if call.sequence_dim is not None and any(wants_weights) and _queue(weights, wants_weights) is None:
             gathering = comm.start_all_gather(x, call.axis, call.sequence_dim)
@@ -157,7 +157,7 @@ class _ColumnProduct(torch.autograd.Function):
         def d_weights() -> list[Tensor | None]:
             # Deferred, the shard is gathered when the queue runs: gathered, it would be kept until then.
             full = gathering.wait() if gathering is not None else call.gathered(x)
-            return _weight_gradients(dy_rows, _rows(full), weights, wants_weights)
+            return _weight_gradients(dy_rows, as_rows(full), weights, wants_weights)
 
         now = _now_or_later(weights, wants_weights, d_weights)
         d_biases = _bias_gradients(dy_rows, weights, wants_biases)
@@ -170,7 +170,7 @@ class _RowProduct(torch.autograd.Function):
         ctx.call, ctx.dtype = call, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         _keep(ctx, call.cast(x), (weight,))
-        y = F.linear(_rows(call.cast(x)), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
+        y = F.linear(as_rows(call.cast(x)), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
         if call.sequence_dim is None:
             y = comm.all_reduce(y, call.axis)
         else:
@@ -187,12 +187,12 @@ class _RowProduct(torch.autograd.Function):
         if call.sequence_dim is not None and (wants_x or wants_weight):
             gathering = comm.start_all_gather(dy, call.axis, call.sequence_dim)
         # Under sequence parallelism this is the sum over this rank's tokens: a partial gradient.
-        d_bias = _rows(dy).sum(0).to(ctx.bias_dtype) if wants_bias else None
-        dy_rows = _rows(dy if gathering is None else gathering.wait())
+        d_bias = as_rows(dy).sum(0).to(ctx.bias_dtype) if wants_bias else None
+        dy_rows = as_rows(dy if gathering is None else gathering.wait())
         dx = _input_gradient(dy_rows, weights, call).view(x.shape).to(ctx.dtype) if wants_x else None
 
         def d_weights() -> list[Tensor | None]:
-            return _weight_gradients(dy_rows, _rows(x), weights, (True,))
+            return _weight_gradients(dy_rows, as_rows(x), weights, (True,))
 
         (now,) = _now_or_later(weights, (wants_weight,), d_weights)
         return dx, None, now, d_bias
@@ -282,7 +282,8 @@ def _kept(ctx: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     return x, weights
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """``[..., features]`` to ``[tokens, features]``, also without tokens or features."""
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
 
 

@@ -1,0 +1,232 @@
+"""Attention by heads against attention written out in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packages.tensor_parallel.tests.reference import (
+    F64,
+    TOLERANCE,
+    assert_parameters_equal,
+    assert_same_training,
+    on_ranks,
+    part,
+    values,
+    whole,
+)
+from shardweave import comm
+from shardweave.comm import Axis, DropoutStreams, Mesh, combine_keys, keyed_dropout
+from shardweave.tensor_parallel import ParallelAttention, Rotary, alibi_slopes, check_replicas
+
+
+class Reference(nn.Module):
+    """Attention as in a textbook: every head on its own, ``[b, s, h]``."""
+
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, alibi: bool, rotary: Rotary | None, causal: bool
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.alibi, self.rotary, self.causal = alibi, rotary, causal
+        self.query = nn.Linear(hidden, heads * head_dim, dtype=F64)
+        self.key = nn.Linear(hidden, kv_heads * head_dim, dtype=F64)
+        self.value = nn.Linear(hidden, kv_heads * head_dim, dtype=F64)
+        self.output = nn.Linear(heads * head_dim, hidden, dtype=F64)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        length, mixed = x.shape[1], []
+        distance = torch.arange(length, dtype=F64) - torch.arange(length, dtype=F64).unsqueeze(1)
+        for head in range(self.heads):
+            other = head * self.kv_heads // self.heads
+            query = self.query(x)[..., head * self.head_dim : (head + 1) * self.head_dim]
+            key = self.key(x)[..., other * self.head_dim : (other + 1) * self.head_dim]
+            value = self.value(x)[..., other * self.head_dim : (other + 1) * self.head_dim]
+            if self.rotary is not None:
+                query, key = self.rotary(query), self.rotary(key)
+            scores = query @ key.transpose(1, 2) / math.sqrt(self.head_dim)
+            if self.alibi:
+                scores = scores + alibi_slopes(self.heads)[head] * distance
+            if self.causal:
+                scores = scores.masked_fill(distance > 0, -math.inf)
+            weights = scores.softmax(-1)
+            if keep is not None:
+                weights = weights * keep[:, head]
+            mixed.append(weights @ value)
+        return self.output(torch.cat(mixed, dim=-1))
+
+
+def pair(
+    axis: Axis,
+    heads: int,
+    kv_heads: int,
+    *,
+    head_dim: int = 4,
+    alibi: bool = False,
+    rotary: bool = False,
+    causal: bool = True,
+    dropout: float = 0.0,
+    sequence_dim: int | None = None,
+    batch_first: bool = False,
+) -> tuple[ParallelAttention, Reference]:
+    turns = Rotary(head_dim) if rotary else None
+    torch.manual_seed(3)
+    reference = Reference(6, heads, kv_heads, head_dim, alibi=alibi, rotary=turns, causal=causal)
+    torch.manual_seed(3)
+    split = ParallelAttention(
+        6,
+        heads,
+        axis,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        alibi=alibi,
+        rotary=turns,
+        causal=causal,
+        dropout=dropout,
+        sequence_dim=sequence_dim,
+        batch_first=batch_first,
+        dtype=F64,
+    )
+    return split, reference
+
+
+def compare(split: ParallelAttention, reference: Reference, axis: Axis) -> None:
+    x, weights = values(2, 12, 6), values(2, 12, 6, seed=2)
+    dim = split.query.sequence_dim
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return part(tensor if split.sequence == 1 else tensor.transpose(0, 1), axis, dim)
+
+    def split_step() -> Tensor:
+        own = laid_out(x).clone().requires_grad_()
+        y = split(own)
+        (y * laid_out(weights)).sum().backward()
+        assert own.grad is not None
+        both = torch.stack([whole(y.detach(), axis, dim), whole(own.grad, axis, dim)])
+        return both if split.sequence == 1 else both.transpose(1, 2)
+
+    def reference_step() -> Tensor:
+        own = x.clone().requires_grad_()
+        y = reference(own)
+        (y * weights).sum().backward()
+        assert own.grad is not None
+        return torch.stack([y.detach(), own.grad])
+
+    assert_same_training(split, reference, axis, split_step, reference_step)
+    check_replicas(split, axis)
+
+
+@on_ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_trains_like_attention_in_one_process(ranks: int, sequence_parallel: bool, batch_first: bool) -> None:
+    axis = Mesh(tp=ranks).tp
+    sequence_dim = (1 if batch_first else 0) if sequence_parallel else None
+    for options in ({}, {"causal": False}, {"rotary": True}, {"alibi": True}, {"alibi": True, "causal": False}):
+        split, reference = pair(axis, 12, 12, sequence_dim=sequence_dim, batch_first=batch_first, **options)
+        compare(split, reference, axis)
+
+
+@on_ranks
+def test_grouped_queries(ranks: int) -> None:
+    axis = Mesh(tp=ranks).tp
+    for heads, kv_heads in ((12, 12), (24, 12), (12, ranks), (12, 1)):
+        split, reference = pair(axis, heads, kv_heads, rotary=True)
+        compare(split, reference, axis)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_b024_key_value_heads_fewer_than_ranks(kv_heads: int, sequence_dim: int | None) -> None:
+    axis = Mesh(tp=4).tp
+    split, reference = pair(axis, 4, kv_heads, alibi=True, sequence_dim=sequence_dim)
+    compare(split, reference, axis)  # outputs, summed gradients, norm, and bit-equal copies after three steps
+    record = comm.sharding_of(split.key.weight)
+    assert record.shape == (kv_heads * 4, 6)
+    assert record.splits[0].copy == axis.rank % (4 // kv_heads)
+    # one key tensor goes into a checkpoint, from the ranks that hold the first copy, and loads into one process
+    pieces = comm.all_gather(split.key.weight.detach(), axis)
+    one = pieces.view(kv_heads, 4 // kv_heads, 4, 6)[:, 0].reshape(kv_heads * 4, 6)
+    alone, _ = pair(Axis.single(), 4, kv_heads, alibi=True)
+    alone.load_state_dict(reference.state_dict())
+    torch.testing.assert_close(alone.key.weight.detach(), one, **TOLERANCE)
+    assert_parameters_equal(split, alone)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("heads", [6, 7])
+def test_heads_that_do_not_divide_are_refused_with_what_would(heads: int) -> None:
+    axis = Mesh(tp=4).tp
+    valid = {6: "1, 2, 3, 6", 7: "1, 7"}[heads]
+    with pytest.raises(ValueError, match=rf"{heads} heads do not divide over axis 'tp' of 4 ranks; use one of {valid} ranks"):
+        ParallelAttention(heads * 2, heads, axis)
+    with pytest.raises(ValueError, match="12 heads with 3 key/value heads do not divide.*use one of 1, 3, 6, 12 ranks"):
+        ParallelAttention(24, 12, axis, kv_heads=3)
+
+
+def test_contradicting_options_are_named() -> None:
+    axis = Axis.single()
+    with pytest.raises(ValueError, match="6 query heads cannot share 4 key/value heads"):
+        ParallelAttention(12, 6, axis, kv_heads=4)
+    with pytest.raises(ValueError, match="5 heads do not divide hidden size 12"):
+        ParallelAttention(12, 5, axis)
+    with pytest.raises(ValueError, match=r"sequence_dim 1: in \[s, b, h\] the sequence is dim 0"):
+        ParallelAttention(12, 6, axis, sequence_dim=1)
+    with pytest.raises(ValueError, match="rotary is for heads of 4 features, these have 2"):
+        ParallelAttention(12, 6, axis, rotary=Rotary(4))
+    with pytest.raises(ValueError, match=r"dropout 1.5 is not in \[0, 1\)"):
+        ParallelAttention(12, 6, axis, dropout=1.5)
+    with pytest.raises(ValueError, match="keys=DropoutStreams"):
+        ParallelAttention(12, 6, axis, dropout=0.1)(torch.ones(3, 2, 12))
+
+
+@on_ranks
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"alibi": True}, {"rotary": True}])
+def test_dropout_masks_do_not_depend_on_the_layout(ranks: int, options: dict[str, bool]) -> None:
+    axis = Mesh(tp=ranks).tp
+    for kv_heads in (12, ranks):
+        split, reference = pair(axis, 12, kv_heads, dropout=0.3, sequence_dim=0, **options)
+        x = values(2, 12, 6)
+        keys = DropoutStreams(seed=1, step=5, samples=torch.tensor([8, 3])).keys(2, "attention", torch.arange(12))
+        masks = combine_keys(keys.t().unsqueeze(1), torch.arange(12).view(1, 12, 1))  # [b, heads, s]
+        keep = keyed_dropout(torch.ones(2, 12, 12, 12, dtype=F64), 0.3, masks)
+        assert 0.6 < (keep > 0).double().mean() < 0.8
+        y = whole(split(part(x.transpose(0, 1), axis, 0), keys=keys), axis, 0)
+        torch.testing.assert_close(y.transpose(0, 1), reference(x, keep), **TOLERANCE)
+        split.eval()  # evaluation masks nothing and needs no keys
+        y = whole(split(part(x.transpose(0, 1), axis, 0)), axis, 0)
+        torch.testing.assert_close(y.transpose(0, 1), reference(x), **TOLERANCE)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_positions_of_several_documents_in_one_sequence(alibi: bool) -> None:
+    split, _ = pair(Axis.single(), 4, 2, rotary=not alibi, alibi=alibi)
+    x = values(6, 1, 6)
+    default = split(x)
+    torch.testing.assert_close(split(x, positions=torch.arange(6) + 100), default, rtol=1e-9, atol=1e-9)
+    assert (split(x, positions=torch.tensor([0, 1, 2, 0, 1, 2])) - default).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_low_precision_stays_near_the_exact_result(alibi: bool) -> None:
+    split, _ = pair(Axis.single(), 4, 2, alibi=alibi)
+    x = values(16, 2, 6)
+    exact = split(x)
+    found = split.to(torch.bfloat16)(x.to(torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+@pytest.mark.ranks(2)
+def test_one_collective_forward_and_one_backward() -> None:
+    mesh = Mesh(tp=2)
+    split, _ = pair(mesh.tp, 4, 2)
+    x = values(6, 2, 6).requires_grad_()
+    split(x).sum().backward()
+    total = mesh.ledger.total(kind="all_reduce")
+    assert (total.calls, total.bytes) == (2, 2 * x.numel() * 8)
+    assert mesh.ledger.total().calls == 2
