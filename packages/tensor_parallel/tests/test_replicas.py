@@ -1,0 +1,151 @@
+"""Parameters that every rank holds whole: partial gradients, and copies that must agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packages.tensor_parallel.tests.reference import F64, TOLERANCE, assert_gradients_equal, part, values, whole
+from shardweave import comm
+from shardweave.comm import Axis, Mesh, Sharding, sharding_of, sum_partial_gradients
+from shardweave.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    RowParallelLinear,
+    check_replicas,
+    mark_partial,
+)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, ``[s, b, h]``."""
+
+    def __init__(self, axis: Axis, *, sequence_dim: int | None, mark: bool = True) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(6, dtype=F64), nn.LayerNorm(6, dtype=F64)
+        self.attention = ParallelAttention(6, 2, axis, sequence_dim=sequence_dim, dtype=F64)
+        self.up = ColumnParallelLinear(6, 10, axis, sequence_dim=sequence_dim, dtype=F64)
+        self.down = RowParallelLinear(10, 6, axis, sequence_dim=sequence_dim, dtype=F64)
+        if mark and sequence_dim is not None:
+            mark_partial(self.norm1, axis)
+            mark_partial(self.norm2, axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def blocks(axis: Axis, *, sequence_dim: int | None, mark: bool = True) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block(axis, sequence_dim=sequence_dim, mark=mark) for _ in range(2)))
+
+
+def backward(module: nn.Module, axis: Axis, sequence_dim: int | None) -> Tensor:
+    module.zero_grad()
+    x, weights = values(8, 3, 6), values(8, 3, 6, seed=2)
+    y = module(part(x, axis, sequence_dim))
+    (y * part(weights, axis, sequence_dim)).sum().backward()
+    return whole(y.detach(), axis, sequence_dim)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_dim", [0, None])
+def test_b021_copies_get_whole_gradients_and_stay_equal(sequence_dim: int | None) -> None:
+    axis = Mesh(tp=2).tp
+    split, reference = blocks(axis, sequence_dim=sequence_dim), blocks(Axis.single(), sequence_dim=None)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.01) for module in (split, reference)]
+    for _ in range(5):
+        y = backward(split, axis, sequence_dim)
+        torch.testing.assert_close(y, backward(reference, axis, None), rtol=1e-6, atol=1e-8)
+        sum_partial_gradients(split.parameters())
+        for name, parameter in split.named_parameters():
+            if not sharding_of(parameter).splits:  # norm weights and biases, row biases
+                assert parameter.grad is not None
+                copies = comm.all_gather(parameter.grad.unsqueeze(0), axis)
+                assert torch.equal(copies[0], copies[1]), name
+        for optimizer in optimizers:
+            optimizer.step()
+    check_replicas(split, axis)
+    one = blocks(axis, sequence_dim=sequence_dim)
+    backward(one, axis, sequence_dim)
+    alone = blocks(Axis.single(), sequence_dim=None)
+    backward(alone, axis, None)
+    assert_gradients_equal(one, alone, axis)
+
+
+@pytest.mark.ranks(2)
+def test_b021_a_forgotten_mark_is_found() -> None:
+    axis = Mesh(tp=2).tp
+    split = blocks(axis, sequence_dim=0, mark=False)
+    check_replicas(split, axis)
+    optimizer = torch.optim.Adam(split.parameters(), lr=0.01)
+    backward(split, axis, 0)
+    sum_partial_gradients(split.parameters())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"2 ranks of axis 'tp' differ: 0.norm1.weight, 0.norm1.bias, 0.norm2.weight"):
+        check_replicas(split, axis)
+
+
+@pytest.mark.ranks(4)
+def test_copies_of_a_slice_are_compared_among_their_ranks() -> None:
+    axis = Mesh(tp=4).tp
+    layer = ParallelAttention(8, 4, axis, kv_heads=2)
+    check_replicas(layer, axis)
+    if axis.rank == 3:
+        with torch.no_grad():
+            layer.key.weight[0, 0] += 1
+    with pytest.raises(RuntimeError, match=r"differ: key.weight;"):  # on all four
+        check_replicas(layer, axis)
+
+
+@pytest.mark.ranks(2)
+def test_bits_are_compared() -> None:
+    axis = Mesh(tp=2).tp
+    module = nn.ParameterDict({"a": torch.full((2,), float("nan")), "b": torch.tensor(0.0)})
+    check_replicas(module, axis)
+    with torch.no_grad():
+        module["b"].fill_(-0.0 if axis.is_first else 0.0)
+    with pytest.raises(RuntimeError, match="differ: b;"):
+        check_replicas(module, axis)
+
+
+@pytest.mark.ranks(2)
+def test_marking() -> None:
+    axis = Mesh(tp=2).tp
+    norm = nn.LayerNorm(4)
+    comm.set_sharding(norm.bias, Sharding("norm.bias", (4,)))
+    mark_partial(norm, axis)
+    mark_partial([norm.weight], axis)  # twice is once
+    assert sharding_of(norm.weight) == Sharding("", (4,), partial=(axis,))
+    assert sharding_of(norm.bias) == Sharding("norm.bias", (4,), partial=(axis,))
+    with pytest.raises(ValueError, match="is split over axis 'tp'"):
+        mark_partial(ColumnParallelLinear(4, 4, axis), axis)
+    alone = nn.LayerNorm(4)
+    mark_partial(alone, Axis.single())
+    assert sharding_of(alone.weight).partial == ()
+    check_replicas(alone, Axis.single())
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_behind_a_split_is_partial_without_sequence_parallelism_too() -> None:
+    axis = Mesh(tp=2).tp
+
+    class HeadNorm(nn.Module):
+        def __init__(self, over: Axis) -> None:
+            super().__init__()
+            self.up, self.down = ColumnParallelLinear(6, 8, over, dtype=F64), RowParallelLinear(8, 6, over, dtype=F64)
+            self.norm = nn.LayerNorm(4, dtype=F64)  # of each head's 4 features; every rank sees other heads
+            mark_partial(self.norm, over)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+    made = []
+    for over in (axis, Axis.single()):
+        torch.manual_seed(3)
+        made.append(HeadNorm(over))
+        (made[-1](values(5, 6)) * values(5, 6, seed=2)).sum().backward()
+    torch.testing.assert_close(made[0](values(5, 6)), made[1](values(5, 6)), **TOLERANCE)
+    assert_gradients_equal(made[0], made[1], axis)
