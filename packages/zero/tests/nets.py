@@ -25,7 +25,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.shared(self.shared(x))) * self.scale
-        return self.last(x) + self.empty.sum()
+        out: Tensor = self.last(x) + self.empty.sum()
+        return out
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Net:
@@ -42,7 +43,8 @@ def batch(step: int, rank: int, micro: int = 0) -> Tensor:
 
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     """A mean over the batch, as usual."""
-    return (net(x) ** 2).mean()
+    loss: Tensor = (net(x) ** 2).mean()
+    return loss
 
 
 def one_process(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
 from shardweave.comm import Axis, Mesh
 from shardweave.zero import MixedPrecision, Offload, ZeroOptimizer
 
@@ -211,7 +211,7 @@ def test_b059_sizes_that_do_not_divide(stage: int) -> None:
             assert parameter.shape == expected.shape
             torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-15)
             for key in ("exp_avg", "exp_avg_sq"):
-                if parameter in optimizer.state and optimizer.state[parameter]:
+                if optimizer.state.get(parameter):
                     piece = optimizer.state[parameter][key]
                     whole = right.state[expected][key].flatten()
                     windows = whole.unfold(0, piece.numel(), 1)
@@ -272,7 +272,9 @@ def test_zero_grad_drops_what_is_there(stage: int) -> None:
     """Also in the middle: a bad batch is thrown away and another one taken."""
     axis = Mesh(dp=2).data
     net = model()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
+    optimizer = ZeroOptimizer(
+        net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL
+    )
     for step in range(2):
         loss_of(net, batch(99, axis.rank) * 5).backward()
         optimizer.zero_grad()
@@ -313,7 +315,7 @@ def test_gradients_can_be_read_and_edited_while_accumulating() -> None:
     for parameter in net.parameters():
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
-    net.last.weight.grad = net.last.weight.grad * 1.0  # type: ignore[operator]  # a new tensor
+    net.last.weight.grad = torch.mul(net.last.weight.grad, 1.0)  # type: ignore[arg-type]  # another tensor
     optimizer.step()
     right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.05), 1, steps=1)
     assert_equal(net, right)
@@ -327,7 +329,7 @@ def test_closure() -> None:
         optimizer.zero_grad()
         loss = loss_of(net, batch(0, 0))
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     loss = optimizer.step(closure)
     right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 1, steps=1)
@@ -363,7 +365,7 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
     def build(kind: Any = torch.optim.SGD, params: Any = None, **options: Any) -> None:
         ZeroOptimizer(params or net.parameters(), kind, data=Axis.single(), lr=0.1, **options)
 
-    for message, arguments in {
+    refused: dict[str, dict[str, Any]] = {
         "not built yet; use stage 2": {"stage": 3},
         "stage=4: choose one of 0, 1, 2": {"stage": 4},
         "stage=True": {"stage": True},
@@ -380,12 +382,13 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
         "given to ZeroOptimizer twice": {"params": [net.scale, net.scale]},
         "only floating-point": {"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
         "meta device": {"params": [nn.Parameter(torch.zeros(2, device="meta"))]},
-    }.items():
+    }
+    for message, arguments in refused.items():
         with pytest.raises(ValueError, match=message):
             build(**arguments)
     with pytest.raises(TypeError, match="nonsense"):
         build(nonsense=1)
-    with pytest.raises(ValueError, match="floating-point torch.dtype"):
+    with pytest.raises(ValueError, match=r"floating-point torch\.dtype"):
         MixedPrecision(masters=torch.int32)
 
 
@@ -400,8 +403,8 @@ def test_names_from_named_parameters() -> None:
     net = model()
     optimizer = ZeroOptimizer(net.named_parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
     assert "value/first.weight" in optimizer.local_state()
-    with pytest.raises(ValueError, match="parameter first.weight was moved"):
-        net.first.weight.data = net.first.weight.data.clone()
+    net.first.weight.data = net.first.weight.data.clone()
+    with pytest.raises(ValueError, match=r"parameter first\.weight was moved"):
         optimizer.step()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
 from torch import Tensor, nn
 
-from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
 from shardweave.comm import Axis, Mesh, WeightGradients, gradient_work
 from shardweave.zero import ZeroOptimizer
 
@@ -83,7 +83,8 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor, taken: bool) -> Tensor:
         x = self.early(x)
-        return self.late(self.branch(x) if taken else x)
+        out: Tensor = self.late(self.branch(x) if taken else x)
+        return out
 
 
 def branch_reference(ranks: int, micros: int, taken: Any, steps: int = 3) -> list[Tensor]:
@@ -193,7 +194,9 @@ def test_b043_one_reduction_a_step_when_a_pipeline_holds() -> None:
     mesh = Mesh(dp=2)
     for stage, kind in ((0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")):
         weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
-        optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, reduction="mean")
+        optimizer = ZeroOptimizer(
+            [weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, reduction="mean"
+        )
         mesh.ledger.reset()
         gradient_work(weight).hold()
         for micro in range(4):
@@ -247,15 +250,16 @@ def test_bytes_of_each_stage() -> None:
 def test_units_are_launched_during_the_backward_pass() -> None:
     """The last layer's unit is on its way before the first layer's gradient is computed."""
     mesh = Mesh(dp=2)
-    layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).double()
+    linears = [nn.Linear(16, 16, bias=False).double() for _ in range(8)]
+    layers = nn.Sequential(*linears)
     optimizer = ZeroOptimizer(layers.parameters(), torch.optim.SGD, data=mesh.data, lr=0.1, bucket_mb=0.002)
     assert len(optimizer.units) == 8
     launched: list[list[bool]] = []
 
     def look(parameter: Tensor) -> None:
-        launched.append([layer.weight.grad is None for layer in layers])
+        launched.append([linear.weight.grad is None for linear in linears])
 
-    first = layers[0].weight
+    first = linears[0].weight
     first.register_post_accumulate_grad_hook(look)
     x = torch.randn(4, 16, dtype=torch.float64)
     layers(x).sum().backward()
@@ -278,7 +282,13 @@ def test_stage_two_frees_gradients() -> None:
         optimizer.step()
         optimizer.zero_grad()
         for unit in optimizer._units:
-            buffers = (unit.local._buffer, unit.local._spare, unit._spare, unit.shard.gradient, unit._incoming)
+            buffers = (
+                unit.local._buffer,
+                unit.local._spare,
+                unit._spare,
+                unit.shard.gradient,
+                unit._incoming,
+            )
             assert any(buffer is not None for buffer in buffers) == kept
 
 

@@ -1,0 +1,90 @@
+"""Which parameters share a buffer: pictures of small layouts, and what has to hold for all."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardweave.comm import Axis
+from shardweave.zero import Member, UnitKey, UnitPlan, plan_units
+
+KEY = UnitKey(torch.float32, torch.device("cpu"))
+TP = Axis("tp", (0,), 0)
+
+
+def member(index: int, numel: int, key: UnitKey = KEY, **more: object) -> Member:
+    return replace(Member(index, (numel,), key), **more)  # type: ignore[arg-type]
+
+
+def draw(plans: tuple[UnitPlan, ...]) -> list[str]:
+    """One letter an element, a point for padding, a bar between shards."""
+    pictures = []
+    for plan in plans:
+        line = "".join(chr(ord("a") + slot.index) * (slot.stop - slot.start) for slot in plan.slots)
+        line += "." * plan.padding
+        ranges = [plan.shard_range(position) for position in range(plan.shards)]
+        pictures.append("|".join(line[start:stop] for start, stop in ranges))
+    return pictures
+
+
+def test_registration_order_without_gaps_cut_at_the_bucket() -> None:
+    members = [member(i, n) for i, n in enumerate((3, 2, 4, 1, 9, 2))]
+    assert draw(plan_units(members, shards=2, bucket_bytes=6 * 4)) == [
+        "aaa|bb.",
+        "ccc|cd.",
+        "eeeee|eeee.",
+        "f|f",
+    ]
+
+
+def test_fewer_elements_than_shards() -> None:
+    assert draw(plan_units([member(0, 1), member(1, 0)], shards=4, bucket_bytes=100)) == ["a|.|.|."]
+
+
+def test_runs_stay_together_in_their_order() -> None:
+    """Weights lie side by side, so do biases, though they are registered alternately."""
+    runs = [(0, 0), (1, 0), (0, 1), (1, 1), None]
+    members = [member(i, n, run=run) for i, (n, run) in enumerate(zip((4, 1, 4, 1, 2), runs, strict=True))]
+    assert draw(plan_units(members, shards=1, bucket_bytes=9 * 4)) == ["aaaacccc", "bdee"]
+    assert draw(plan_units(members, shards=1, bucket_bytes=4)) == ["aaaacccc", "bd", "ee"]
+
+
+def test_partial_and_tied_parameters_have_units_of_their_own() -> None:
+    partial = replace(KEY, partial=(TP,))
+    members = [member(0, 2), member(1, 1, partial), member(2, 2), member(3, 1, partial)]
+    assert draw(plan_units(members, shards=2, bucket_bytes=100)) == ["aa|cc", "b|d"]
+    narrow = replace(KEY, dtype=torch.bfloat16)
+    assert draw(plan_units([member(0, 1), member(1, 1, narrow)], shards=1, bucket_bytes=100)) == ["a", "b"]
+
+
+def test_tied_units_go_by_name() -> None:
+    tied = replace(KEY, partial=(TP,), tied=TP)
+    one = [member(0, 2, tied, name="x"), member(1, 3, tied, name="y")]
+    two = [member(0, 1), member(1, 3, tied, name="y"), member(2, 2, tied, name="x")]
+    assert draw(plan_units(one, shards=2, bucket_bytes=100)) == ["aab|bb."]
+    assert draw(plan_units(two, shards=2, bucket_bytes=100)) == ["a|.", "ccb|bb."]
+
+
+def test_a_unit_shorter_than_its_first_parameter_comes_in_forward_order() -> None:
+    plans = plan_units([member(0, 5), member(1, 1), member(2, 1)], shards=1, bucket_bytes=4)
+    assert [plan.first_index for plan in plans] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_parameter_once_and_padding_below_the_number_of_shards(seed: int) -> None:
+    random.seed(seed)
+    keys = [KEY, replace(KEY, partial=(TP,)), replace(KEY, dtype=torch.bfloat16)]
+    members = [member(i, random.choice((0, 1, 2, 3, 17, 100)), random.choice(keys)) for i in range(40)]
+    shards = random.randint(1, 9)
+    plans = plan_units(members, shards=shards, bucket_bytes=random.choice((1, 64, 400, 10_000)))
+    slots = [slot for plan in plans for slot in plan.slots]
+    assert sorted(slot.index for slot in slots) == list(range(40))
+    for plan in plans:
+        assert plan.length % shards == 0
+        assert 0 <= plan.padding < shards
+        assert {members[slot.index].key for slot in plan.slots} == {plan.key}
+        assert [slot.start for slot in plan.slots][1:] == [slot.stop for slot in plan.slots][:-1]
+        assert sum(end - start for start, end in (plan.shard_range(p) for p in range(shards))) == plan.length
