@@ -217,14 +217,14 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measures step time, bytes and memory of the parts on this machine."""
+    """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
     install(session, PACKAGES)
     session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def lattice(session: nox.Session) -> None:
-    """Trains every layout of up to 8 ranks and compares each with one process."""
+    """Trains a covering set of option combinations on up to 8 ranks and compares each with one process."""
     install(session, PACKAGES)
     session.run("python", "integration_tests/lattice.py", *session.posargs, env=ENVIRONMENT)
 
