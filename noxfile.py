@@ -246,12 +246,18 @@ def dev(session: nox.Session) -> None:
     """Makes .venv with everything editable, the `shardweave` command and all tools."""
     environment = ROOT / ".venv"
     session.run(sys.executable, "-m", "venv", str(environment), external=True)
-    python = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
-    session.run(
-        python, "-m", "pip", "install", "-c", str(CONSTRAINTS),
-        *(f"-e./packages/{package}" for package in PACKAGES),
-        "numpy", "pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "mypy", "types-PyYAML",
-        "mkdocs", "mkdocs-material", "mkdocstrings[python]",
-        env=ENVIRONMENT, external=True,
-    )  # fmt: skip
+    pip = [str(environment / ("Scripts" if os.name == "nt" else "bin") / "python"), "-m", "pip", "install"]
+    pip += ["--quiet", "--no-build-isolation", "-c", str(CONSTRAINTS)]
+    tools = (
+        "ruff",
+        "import-linter",
+        "mypy",
+        "types-PyYAML",
+        "mkdocs",
+        "mkdocs-material",
+        "mkdocstrings[python]",
+    )
+    session.run(*pip, *BASE_REQUIREMENTS, *tools, env=ENVIRONMENT, external=True)
+    editable = [f"-e./packages/{package}" for package in PACKAGES]
+    session.run(*pip, *editable, env=ENVIRONMENT, external=True)
     session.log(f"ready: source {environment}/bin/activate && shardweave --help")
