@@ -23,6 +23,7 @@ from .config import TransformerConfig
 from .flops import FlopCount, ForwardFlops, flops, forward_flops
 from .generate import generate
 from .initialize import Constant, Normal, initial_rule
+from .memory import MemoryUse, RankLayout, memory
 from .parts import Part, layer_costs, parts_from_ranges
 from .presets import PRESETS, preset
 from .shapes import ParameterShape, count_parameters, local_shape, parameter_shapes
@@ -33,9 +34,11 @@ __all__ = [
     "Constant",
     "FlopCount",
     "ForwardFlops",
+    "MemoryUse",
     "Normal",
     "ParameterShape",
     "Part",
+    "RankLayout",
     "Transformer",
     "TransformerConfig",
     "__version__",
@@ -46,6 +49,7 @@ __all__ = [
     "initial_rule",
     "layer_costs",
     "local_shape",
+    "memory",
     "parameter_shapes",
     "parts_from_ranges",
     "preset",

@@ -21,6 +21,7 @@ from shardweave.tensor_parallel import (
 )
 
 from .config import TransformerConfig
+from .functions import swiglu
 
 __all__ = ["MLP"]
 
@@ -68,6 +69,6 @@ class MLP(FusedLayers):
             inner = functional.gelu(self.up(x), approximate=approximate)
         else:
             gate, up = fused_linear(x, self.fused())
-            inner = functional.silu(gate) * up
+            inner = swiglu(gate, up)
         y: Tensor = self.down(inner)
         return y

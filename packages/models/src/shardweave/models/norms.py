@@ -15,6 +15,7 @@ from shardweave.comm import Axis
 from shardweave.tensor_parallel import ParallelLayer, mark_partial
 
 from .config import TransformerConfig
+from .functions import rms_norm
 
 __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
@@ -71,7 +72,7 @@ class RMSNorm(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` to ``[..., size]``, the same dtype."""
-        return functional.rms_norm(x, (self.size,), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def make_norm(

@@ -1,0 +1,198 @@
+"""Bytes that one rank holds, by kind, before anything is allocated.
+
+Parameters, gradients and optimizer state are exact (a test compares them with real tensors). Activations are what
+this package's own layers keep for the backward pass, without recomputation, term by term; a test compares them with
+what autograd is seen to keep. Not in it: buffers that live for a moment (a gathered sequence, a layer's gradient,
+what a kernel borrows), those of communication, and what an allocator wastes. Measure before you fill the last tenth.
+
+The known formulas (Korthikanti et al., arXiv 2205.05198, section 4: ``s b h (10 + 24/t + 5 a s/(h t))`` and its kin)
+count 16-bit numbers, dropout masks and a written-out attention; here dropout and the attention core are counted as
+they are used, in any dtype, for gated MLPs and grouped queries, too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .config import TransformerConfig
+from .parts import Part
+from .shapes import local_shape, parameter_shapes
+
+__all__ = ["MemoryUse", "RankLayout", "memory"]
+
+_INDEX = 8  # bytes of an int64
+_FLAG = 1  # bytes of a bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """What decides how much of a model one rank holds."""
+
+    part: Part | None = None
+    """The rank's pipeline stage; ``None``: the whole model."""
+
+    tensor: int = 1
+    """Size of the tensor axis."""
+
+    tensor_rank: int = 0
+    """Position on it; the first has the most where sizes do not divide."""
+
+    sequence_parallel: bool = False
+    """Whether hidden states are split over the tensor axis between the layers."""
+
+    data: int = 1
+    """Size of the data axis."""
+
+    zero_stage: int = 0
+    """0: everything whole; 1: optimizer state sharded over ``data``; 2: reduced gradients, too."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one rank, at the end of a backward pass, when most is held."""
+
+    parameters: int
+    """In the dtype the model computes with."""
+
+    gradients: int
+    """Whole gradients (below stage 2) and reduced shards (from stage 1). In stage 2 a bucket or two on the way to
+    be reduced come on top."""
+
+    optimizer: int
+    """Adam's two moments, and the float32 master copy of narrower parameters."""
+
+    activations: int
+    """Kept from forward to backward for all micro-batches in flight, and the gradient of one's logits."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def memory(
+    config: TransformerConfig,
+    *,
+    layout: RankLayout | None = None,
+    dtype: torch.dtype = torch.float32,
+    micro_batch: int = 1,
+    sequence: int | None = None,
+    in_flight: int = 1,
+) -> MemoryUse:
+    """What one rank of ``layout`` holds while training ``config`` with AdamW.
+
+    ``dtype``: of the parameters; gradients, moments and reductions are float32 or wider, as ZeroOptimizer keeps them.
+    ``micro_batch``: sequences; ``sequence``: tokens of each (default: the config's). ``in_flight``: micro-batches
+    whose activations are held at once, a schedule's peak for the stage.
+    """
+    where = layout if layout is not None else RankLayout()
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    entries = parameter_shapes(config, where.part)
+    count = sum(math.prod(local_shape(entry, where.tensor, where.tensor_rank)) for entry in entries)
+    shard = math.ceil(count / where.data) if where.zero_stage > 0 else count
+    gradients = count * wide if where.zero_stage < 2 or where.data == 1 else 0
+    if where.zero_stage > 0 and where.data > 1:
+        gradients += shard * wide
+    master = wide if dtype.itemsize < wide else 0
+    length = config.sequence if sequence is None else sequence
+    kept = _Kept(config, where, micro_batch, length, dtype.itemsize, wide)
+    return MemoryUse(
+        parameters=count * dtype.itemsize,
+        gradients=gradients,
+        optimizer=shard * (2 * wide + master),
+        activations=in_flight * kept.micro_batch() + kept.constants() + kept.logits(),
+    )
+
+
+class _Kept:
+    """Bytes that one micro-batch leaves on a rank for its backward pass, place by place.
+
+    ``element``: bytes of an activation; ``wide``: of a statistic.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, where: RankLayout, batch: int, length: int, element: int, wide: int
+    ) -> None:
+        self.config, self.batch, self.length, self.element, self.wide = config, batch, length, element, wide
+        self.part = where.part if where.part is not None else Part.whole(config)
+        self.split = where.tensor > 1
+        self.tokens = batch * length
+        self.local_tokens = self.tokens // where.tensor if where.sequence_parallel else self.tokens
+        local = {
+            entry.name.removeprefix(f"layers.{self.part.first}."): local_shape(
+                entry, where.tensor, where.tensor_rank
+            )
+            for entry in parameter_shapes(config, self.part)
+        }
+        self.query = config.query_size // where.tensor
+        self.heads = config.heads // where.tensor
+        self.kv = max(config.num_kv_heads // where.tensor, 1) * config.head_size
+        self.ffn = local["mlp.up.weight"][0] if self.part.layers else 0
+        self.vocab = local[self.head_name][0] if self.part.head else 0
+
+    @property
+    def head_name(self) -> str:
+        return "embedding.weight" if self.config.tie_embeddings else "head.weight"
+
+    def micro_batch(self) -> int:
+        total = len(self.part.layers) * self.block()
+        if self.part.embedding:
+            total += self.embedding()
+        if self.part.head:
+            total += self.head()
+        return total
+
+    def constants(self) -> int:
+        """Masks that are added to scores, kept by each block for one length whatever the number of micro-batches."""
+        written_out = self.config.attention_dropout > 0
+        matrices = self.heads if self.config.position == "alibi" else int(written_out)
+        return len(self.part.layers) * matrices * self.length**2 * self.element
+
+    def logits(self) -> int:
+        """This rank's logits of one micro-batch, or their gradient."""
+        return self.tokens * self.vocab * self.element
+
+    def embedding(self) -> int:
+        places = _INDEX + (_FLAG if self.split else 0)
+        norm = self.norm() - self.hidden() if self.config.embedding_norm else 0  # what comes out is block 0's
+        return self.tokens * places + norm + self.dropout()
+
+    def block(self) -> int:
+        return self.attention() + self.mlp() + 2 * (self.norm() + self.dropout())
+
+    def head(self) -> int:
+        # Of the loss: the target and whether it is here and valid; the maximum, and two sums.
+        loss = self.tokens * (_INDEX + 2 * _FLAG + 3 * self.wide)
+        return self.norm() + self.logits() + loss
+
+    def hidden(self) -> int:
+        return self.local_tokens * self.config.hidden * self.element
+
+    def norm(self) -> int:
+        """Input and output, and the statistics: mean and deviation, or the root mean square."""
+        statistics = 2 if self.config.norm == "layernorm" else 1
+        return 2 * self.hidden() + self.local_tokens * statistics * self.wide
+
+    def dropout(self) -> int:
+        return self.local_tokens * self.config.hidden * _FLAG if self.config.dropout else 0
+
+    def attention(self) -> int:
+        """Queries, keys, values, what the core makes of them, and the heads' outputs side by side."""
+        turned = self.config.position == "rotary"
+        fused = self.query + 2 * self.kv
+        if self.config.attention_dropout:
+            # Written out: keys and values are repeated for each query head, and products copy what is strided.
+            scores = self.tokens * self.heads * self.length * (self.wide + _FLAG + self.element)
+            queries = self.query if turned or self.batch > 1 else fused
+            return scores + self.tokens * (queries + 3 * self.query) * self.element
+        # torch's fused core keeps its inputs, its output and one number a row. Turned queries and keys are new
+        # tensors, in whose order the output then comes, so that it is copied once more.
+        elements = fused + self.query + (2 * self.query + self.kv if turned else 0)
+        return self.tokens * (elements * self.element + self.heads * self.wide)
+
+    def mlp(self) -> int:
+        """What goes into the activation (gate and up, if there are two) and what comes out of it."""
+        return self.tokens * self.ffn * (3 if self.config.gated else 2) * self.element
