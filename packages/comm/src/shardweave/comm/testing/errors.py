@@ -39,9 +39,7 @@ class RankError(RuntimeError):
         for other in exits:
             if other is not first and not other.ok:
                 note = faults.get(other.rank)
-                lines.append(
-                    f"then {other}" if note is None else f"then rank {other.rank}: {_headline(note)}"
-                )
+                lines.append(f"then {other}" if note is None else f"then rank {other.rank}: {note.headline}")
         if stacks:
             lines.append(
                 f"then {ranks_text(sorted(stacks))} did not end and had to be killed, while doing this:"
@@ -59,10 +57,6 @@ class RankError(RuntimeError):
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 1`` or ``ranks 1, 3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _headline(fault: RankFault) -> str:
-    return str(fault).partition("\n")[0][:200]
 
 
 def _stack_lines(stacks: Mapping[int, str]) -> list[str]:

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -71,15 +72,25 @@ class Entry:
             return cls(module, qualname)
         return cls(module, qualname, str(Path(path).resolve()))
 
+    def load(self) -> Any:
+        """:meth:`resolve`, with every way in which an import can fail as an EntryError."""
+        try:
+            return self.resolve()
+        except EntryError:
+            raise
+        except BaseException as error:  # a module may do anything while it is imported, sys.exit() included
+            reason = f"{self.path or self.module} does not import: {type(error).__name__}: {error}"
+            raise EntryError(reason, _frames_of_module(error)) from error
+
     def resolve(self) -> Any:
-        """Imports the module if need be and returns the function; EntryError says what is missing."""
+        """Imports the module if need be and returns the function; EntryError when it has no such name."""
         module = self._import()
         found: Any = module
         for name in self.qualname.split(".") if self.qualname else ():
             try:
                 found = getattr(found, name)
             except AttributeError:
-                raise EntryError(f"{self}: {self.path or self.module} has no {self.qualname!r}") from None
+                raise EntryError(f"{self.path or self.module} has no {self.qualname!r}") from None
         return found
 
     def _import(self) -> ModuleType:
@@ -103,6 +114,17 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
+
+
+def _frames_of_module(error: BaseException) -> str:
+    """The traceback without the frames of the import machinery; empty when nothing else is in it."""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file != __file__ and "importlib" not in file:
+            return "".join(traceback.format_exception(type(error), error, trace))
+        trace = trace.tb_next
+    return ""
 
 
 @functools.cache  # asked for every group of a test file; a file does not become importable in between

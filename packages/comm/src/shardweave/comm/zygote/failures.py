@@ -48,6 +48,13 @@ class RankFault:
             lost_peer=lost_peer(error),
         )
 
+    @property
+    def headline(self) -> str:
+        """At most one line of 160 characters; without the place in C++ that torch's messages begin with."""
+        first_line = re.sub(r"^\[/\S*\] ", "", self.message.partition("\n")[0])
+        text = f"{self.type}: {first_line}" if first_line else self.type
+        return text if len(text) <= 160 else f"{text[:157]}..."
+
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
 

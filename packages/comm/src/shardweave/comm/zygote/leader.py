@@ -11,13 +11,13 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .entry import Entry
+from .entry import Entry, EntryError
 from .exits import RankExit, exit_status
 from .processes import adopt_orphans, kill_group, kill_session, kill_tree, num_threads, signal_on_parent_death
 from .rank import RankOrder, become_rank
@@ -71,8 +71,8 @@ def lead(owner: socket.socket, order: GroupOrder, descriptors: Sequence[int], *,
         os.close(number)
     try:
         function = _prepare(order)
-    except BaseException as error:
-        send(owner, ("refused", f"{type(error).__name__}: {error}", traceback.format_exc()))
+    except EntryError as error:
+        send(owner, ("refused", error.reason, error.traceback))
         return
     running = _fork(order, function, descriptors[2:])
     for number in descriptors[2:]:
@@ -93,12 +93,12 @@ def lead(owner: socket.socket, order: GroupOrder, descriptors: Sequence[int], *,
 def _prepare(order: GroupOrder) -> Any:
     """Takes on the owner's surroundings, imports, and makes the memory cheap to share."""
     order.surroundings.enter()
-    function = order.entry.resolve()
+    function = order.entry.load()
     for entry in order.imports:
-        entry.resolve()
+        entry.load()
     if num_threads() > 1:
         modules = ", ".join(sorted({entry.module for entry in (order.entry, *order.imports)}))
-        raise RuntimeError(
+        raise EntryError(
             f"importing {modules} left {num_threads()} threads running, and ranks forked now could hang. "
             "Start threads, and run torch operations on large tensors, inside functions"
         )
@@ -146,21 +146,33 @@ def _reaped(running: dict[int, int], *, block: bool = False) -> list[RankExit]:
     ends = []
     while running:
         try:
-            # First only look: while the rank is a zombie its number cannot become another process's.
-            seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
+            gone = _next_end(running, block=block)
         except ChildProcessError:
             break
-        if seen is None:
+        if gone is None:
             break
-        pid = seen.si_pid
-        now = time.monotonic()
-        if pid in running:
-            kill_group(pid)
-        _, status = os.waitpid(pid, 0)
+        pid, status = gone
         if pid in running:
             kill_session(pid)
-            ends.append(RankExit(running.pop(pid), pid, exit_status(status), now))
+            ends.append(RankExit(running.pop(pid), pid, exit_status(status), time.monotonic()))
     return ends
+
+
+def _next_end(running: Collection[int], *, block: bool) -> tuple[int, int] | None:
+    """Reaps one child and returns its pid and wait status; kills the group it led if it was a rank."""
+    options = 0 if block else os.WNOHANG
+    if sys.platform == "linux":
+        # First only look: while the rank is a zombie its number cannot become another process's.
+        seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
+        if seen is None:
+            return None
+        if seen.si_pid in running:
+            kill_group(seen.si_pid)
+        return os.waitpid(seen.si_pid, 0)
+    pid, status = os.waitpid(-1, options)
+    if pid in running:
+        kill_group(pid)
+    return (pid, status) if pid else None
 
 
 def _noted(number: int, frame: object) -> None:

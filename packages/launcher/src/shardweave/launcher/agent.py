@@ -1,0 +1,240 @@
+"""torch elastic's agent, with ranks from a zygote.
+
+The agent brings rendezvous, monitoring and restarts. Its own ways to start ranks cost an import of torch per
+rank (20 s for eight) and its ends are rough: every status becomes 1, and a killed agent leaves its ranks
+behind. Both live in its process context, so this module replaces that one part::
+
+    launch_local ── LocalAgent.run()            rendezvous, watch, restart            (torch elastic)
+                      └─ RankContext            start, poll, end, read the logs       (this module)
+                           └─ RankGroup         fork, reap, kill the whole tree       (shardweave.comm.zygote)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from shardweave.comm.zygote import Entry, RankExit, RankFault, RankGroup, Zygote
+from shardweave.launcher.failures import error_file, read_fault
+from shardweave.launcher.rank_entry import run_rank
+from shardweave.launcher.rank_logs import RankLogs
+from shardweave.launcher.rendezvous import LocalRendezvous
+from shardweave.launcher.run_directory import RunDirectory
+
+__all__ = ["GRACE", "STOP_SIGNALS", "Job", "LocalAgent", "RankContext"]
+
+GRACE = 2
+"""Seconds that the other ranks have after the first failure, or any rank after a request to end."""
+
+POLL_EVERY = 0.05
+"""Seconds between looks at ranks and logs."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Those that the agent takes as a request to end the job."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of this machine are to run, and who wants to hear of it."""
+
+    entry: Entry
+    payload: Mapping[str, Any]
+    world_size: int
+    directory: RunDirectory
+    zygote: Zygote
+    on_line: Callable[[int, str], None] | None = None
+    on_start: Callable[[list[int]], None] | None = None
+
+
+class LogFiles(LogsSpecs):
+    """Tells elastic where the ranks of a run write."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        super().__init__(log_dir=str(directory.path))
+        self._directory = directory
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._directory.path)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        logs = {local_rank: str(self._directory.log(rank)) for local_rank, rank in ranks.items()}
+        errors = {local_rank: str(error_file(self._directory, rank)) for local_rank, rank in ranks.items()}
+        return LogsDest(stdouts=logs, stderrs=dict(logs), error_files=errors)
+
+
+class RankContext(PContext):
+    """The ranks of one attempt."""
+
+    def __init__(self, job: Job, envs: dict[int, dict[str, str]], logs: RankLogs) -> None:
+        super().__init__("rank", run_rank, dict.fromkeys(envs, ()), envs, LogFiles(job.directory))
+        self.exits: tuple[RankExit, ...] = ()
+        """The ends that this process did not cause, in their order; known once the context is closed."""
+        self._job = job
+        self._logs = logs
+        self._group: RankGroup | None = None
+
+    @property
+    def faults(self) -> dict[int, RankFault]:
+        """What the failed ranks recorded."""
+        found = {ended.rank: read_fault(error_file(self._job.directory, ended.rank)) for ended in self.exits}
+        return {rank: fault for rank, fault in found.items() if fault is not None}
+
+    def pids(self) -> dict[int, int]:
+        return {} if self._group is None else dict(enumerate(self._group.pids))
+
+    def pass_on_lines(self) -> None:
+        """Hands the new whole lines of all ranks to whoever listens."""
+        if self._job.on_line is not None:
+            for rank, line in self._logs.new_lines():
+                self._job.on_line(rank, line)
+
+    def settle(self) -> None:
+        """After a failure: gives the other ranks time to fail by themselves, then kills what is left.
+
+        What they say in that time (their peer is gone, or what it was waiting for) helps to tell cause from
+        effect. No collective can complete any more, so there is nothing else to wait for.
+        """
+        self._end(GRACE)
+
+    def _start(self) -> None:
+        job = self._job
+        for path in self.error_files.values():
+            if os.path.exists(path):
+                os.unlink(path)  # of an earlier attempt
+        ranks = range(self.nprocs)
+        self._group = job.zygote.spawn(
+            Entry.of(run_rank),
+            [(job.entry, dict(job.payload), self.error_files[rank]) for rank in ranks],
+            environment=[self.envs[rank] for rank in ranks],
+            output=[job.directory.log(rank) for rank in ranks],
+            imports=(job.entry,),
+        )
+        if job.on_start is not None:
+            job.on_start(list(self._group.pids))
+
+    def _poll(self) -> RunProcsResult | None:
+        assert self._group is not None  # elastic polls what it has started
+        self._group.poll()
+        self.pass_on_lines()
+        failed = [ended for ended in self._group.exits if not ended.ok]
+        if failed:
+            return RunProcsResult(failures={ended.rank: self._process_failure(ended) for ended in failed})
+        if self._group.running:
+            return None
+        return RunProcsResult(return_values=dict.fromkeys(range(self.nprocs)))
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        if self._group is not None and not self._group.done:
+            self._group.signal(death_sig)
+        self._end(timeout)
+
+    def _end(self, timeout: float) -> None:
+        """Waits for the ranks, kills them and all they have started, reads their logs to the end."""
+        if self._group is None or self._group.done:
+            self.exits = self.exits or (() if self._group is None else self._group.exits)
+            return
+        deadline = time.monotonic() + timeout
+        while self._group.running and (left := deadline - time.monotonic()) > 0:
+            self._group.poll(min(left, POLL_EVERY))
+            self.pass_on_lines()
+        self.exits = self._group.exits
+        self._group.kill()
+
+    def _process_failure(self, ended: RankExit) -> ProcessFailure:
+        return ProcessFailure(
+            local_rank=ended.rank,
+            pid=ended.pid,
+            exitcode=ended.status,
+            error_file=self.error_files[ended.rank],
+        )
+
+
+class LocalAgent(LocalElasticAgent):
+    """The elastic agent of the one machine of a job."""
+
+    def __init__(self, job: Job, rendezvous: LocalRendezvous, *, max_restarts: int) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=job.world_size,
+            rdzv_handler=rendezvous,
+            entrypoint=run_rank,
+            max_restarts=max_restarts,
+            monitor_interval=POLL_EVERY,
+        )
+        super().__init__(spec, LogFiles(job.directory), shutdown_timeout=GRACE)
+        self._job = job
+        self._logs = RankLogs({rank: job.directory.log(rank) for rank in range(job.world_size)})
+        self.context: RankContext | None = None
+        """The ranks of the last attempt."""
+
+    def close(self) -> None:
+        """After the run: passes on what is left in the logs."""
+        for rank, line in self._logs.last_lines():
+            if self._job.on_line is not None:
+                self._job.on_line(rank, line)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        common = {
+            "WORLD_SIZE": str(self._job.world_size),
+            "LOCAL_WORLD_SIZE": str(self._job.world_size),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": str(worker_group.master_addr),
+            "MASTER_PORT": str(worker_group.master_port),
+            "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(worker_group.spec.max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+            # All ranks are here; gloo would look up the host's name, which is slow or wrong on many machines.
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
+        }
+        envs = {
+            worker.local_rank: {
+                **common,
+                "RANK": str(worker.global_rank),
+                "LOCAL_RANK": str(worker.local_rank),
+            }
+            for worker in worker_group.workers
+        }
+        self._pcontext = self.context = RankContext(self._job, envs, self._logs)
+        self.context.start()
+        return self.context.pids()
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """After a failure, for good or before a restart."""
+        if self.context is not None:
+            self.context.settle()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """At the end, and when a signal asks for it.
+
+        A stop that all ranks agree on, with a checkpoint, will be a key in the store that they look at
+        between steps, set here before the wait; until then a request to end is one to die.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # impatience changes nothing: the end is near
+        super()._shutdown(signal.SIGTERM, timeout)
+
+    def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
+        """Nobody records elastic's events, and for each of them it would ask the network for its own name."""
+        return Event(f"torchelastic.worker.status.{state}", source=source)
+
+
+def _loopback_interface() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -1,0 +1,115 @@
+"""What is known of a failed job: the rank that failed first, in its own words.
+
+torchrun turns every failure into status 1 and names the rank it noticed first. Here a rank that fails writes
+a small JSON file (time, type, message, traceback) next to its log, and the rank to blame is found from those
+and the order of the deaths: see :func:`shardweave.comm.zygote.first_fault`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardweave.comm.zygote import RankExit, RankFault, first_fault, signal_name
+from shardweave.launcher.run_directory import RunDirectory, write_atomically
+
+__all__ = ["Failure", "Outcome", "error_file", "read_fault", "write_fault"]
+
+MACHINE_UNFIT = 3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job failed."""
+
+    rank: int | None
+    """The rank that failed first; None when no rank had started."""
+    kind: Literal["exception", "exit", "signal", "entry", "machine"]
+    """An exception; an exit status without one; death by a signal; an entry point that cannot be imported;
+    something that the machine lacks."""
+    status: int
+    """The job's exit status."""
+    message: str
+    """One line: ``ValueError: boom``, ``killed by SIGKILL``."""
+    traceback: str = ""
+    log: Path | None = None
+    others: tuple[str, ...] = ()
+    """What became of the other ranks after that, one line each."""
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+
+    @classmethod
+    def first_of(
+        cls, exits: Sequence[RankExit], faults: Mapping[int, RankFault], directory: RunDirectory
+    ) -> Failure | None:
+        """The first failure among ends that nobody asked for; None when all ended well."""
+        first = first_fault(exits, faults)
+        if first is None:
+            return None
+        fault = faults.get(first.rank)
+        return cls(
+            rank=first.rank,
+            kind="exception" if fault is not None else "signal" if first.status < 0 else "exit",
+            status=first.shell_status,
+            message=str(fault) if fault is not None else _ending(first),
+            traceback="" if fault is None else fault.traceback,
+            log=directory.log(first.rank),
+            others=tuple(
+                f"rank {other.rank}: {faults[other.rank].headline if other.rank in faults else _ending(other)}"
+                for other in exits
+                if other is not first and not other.ok
+            ),
+        )
+
+    def __str__(self) -> str:
+        """A paragraph for stderr: the rank, its traceback, its exit status, where to read more."""
+        if self.rank is None:
+            return self.message
+        ending = self.message.partition("\n")[0]
+        if self.kind != "exit":
+            ending += f" (exit status {self.status})"
+        lines = [f"rank {self.rank} on {self.host} failed: {ending}"]
+        if self.traceback:
+            lines.append(self.traceback.rstrip())
+        if self.log is not None:
+            lines.append(f"all it said: {self.log}")
+        if self.others:
+            lines.append(f"after that: {'; '.join(self.others)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    exit_code: int
+    """0; the first failing rank's own status; 3 for an unfit machine; 128 + n after signal n to the launcher."""
+    failure: Failure | None = None
+    """None when all went well, and when the job was asked to stop."""
+
+
+def error_file(directory: RunDirectory, rank: int) -> Path:
+    return directory.log(rank).with_suffix(".error.json")
+
+
+def write_fault(path: Path, fault: RankFault) -> None:
+    """In a form that torch elastic reads, too (``message`` and ``timestamp``)."""
+    write_atomically(path, json.dumps({**dataclasses.asdict(fault), "timestamp": int(time.time())}, indent=1))
+
+
+def read_fault(path: Path) -> RankFault | None:
+    """None when there is no such file, or it was not finished."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return RankFault(**{field.name: fields[field.name] for field in dataclasses.fields(RankFault)})
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _ending(ended: RankExit) -> str:
+    return f"killed by {signal_name(-ended.status)}" if ended.status < 0 else f"exit status {ended.status}"

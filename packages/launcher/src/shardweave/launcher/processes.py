@@ -1,0 +1,125 @@
+"""Local ranks, from start to end: the one call that the commands use.
+
+See :mod:`.agent` for who does what below it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from shardweave.comm.zygote import PRELOAD, Entry, EntryError, Zygote, ZygoteError
+from shardweave.launcher.agent import STOP_SIGNALS, Job, LocalAgent
+from shardweave.launcher.failures import MACHINE_UNFIT, Failure, Outcome
+from shardweave.launcher.rendezvous import LocalRendezvous, PortError
+from shardweave.launcher.run_directory import RunDirectory
+
+__all__ = ["launch_local", "start_zygote"]
+
+
+def start_zygote(*modules: str) -> Zygote:
+    """Starts the process that will fork the ranks; call it before anything that starts a thread.
+
+    It returns at once. While this process reads its configuration, the zygote imports what ranks need, and
+    ``modules``: the one with the entry point among them saves its import at the start of the ranks.
+    """
+    return Zygote.start((*PRELOAD, "numpy", "shardweave.launcher.rank_entry", *modules))
+
+
+def launch_local(
+    entry: str,
+    payload: Mapping[str, Any],
+    *,
+    world_size: int,
+    run_dir: Path,
+    port: int = 0,
+    max_restarts: int = 0,
+    on_line: Callable[[int, str], None] | None = None,
+    on_start: Callable[[list[int]], None] | None = None,
+    zygote: Zygote,
+) -> Outcome:
+    """Runs ``entry(payload)`` on ``world_size`` ranks of this machine and waits for their end.
+
+    ``entry``: ``module:function``. ``payload`` is pickled to each rank, where ``RANK``, ``LOCAL_RANK``,
+    ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are in the environment, as under torchrun; so
+    ``shardweave.comm.init()`` works. ``port``: of the store on 127.0.0.1 where they meet; 0 for a free one.
+
+    Output goes to ``run_dir/ranks/rank-00003.log``, and line by line to ``on_line(rank, line)``;
+    ``on_start`` gets the pids by rank. Both are called in this thread. When a rank fails, the others have
+    two seconds to fail too, and are killed; with ``max_restarts`` all are started again that many times.
+
+    However this call ends, no process of the job is left, loader processes of ranks included; and if this
+    process is killed, they all end within seconds. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the job (when
+    called in the main thread) with exit code 130, 143, 129 and 131.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: a job needs at least one rank")
+    directory = RunDirectory(Path(run_dir))
+    job = Job(Entry.parse(entry), payload, world_size, directory, zygote, on_line, on_start)
+    try:
+        with (
+            closing(LocalRendezvous(port, run_id=uuid.uuid4().hex)) as rendezvous,
+            closing(LocalAgent(job, rendezvous, max_restarts=max_restarts)) as agent,
+            _quiet_elastic(),
+            _signal_handlers_kept(),
+        ):
+            agent.run()
+        return _outcome(agent, job)
+    except SignalException as stop:
+        return Outcome(128 + stop.sigval)
+    except KeyboardInterrupt:  # before the agent had its handlers in place
+        return Outcome(128 + signal.SIGINT)
+    except EntryError as error:
+        return _failed("entry", 1, f"entry point {entry}: {error.reason}", error.traceback)
+    except PortError as error:
+        text = f"{error.strerror}; leave the port out (a free one is taken), or choose another"
+        return _failed("machine", MACHINE_UNFIT, text)
+    except ZygoteError as error:
+        return _failed("machine", MACHINE_UNFIT, f"the ranks could not be started: {error}")
+
+
+def _outcome(agent: LocalAgent, job: Job) -> Outcome:
+    assert agent.context is not None  # the agent has run
+    failure = Failure.first_of(agent.context.exits, agent.context.faults, job.directory)
+    return Outcome(0 if failure is None else failure.status, failure)
+
+
+def _failed(kind: Any, status: int, message: str, traceback: str = "") -> Outcome:
+    return Outcome(status, Failure(rank=None, kind=kind, status=status, message=message, traceback=traceback))
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """What the agent has to say reaches the user as an :class:`Outcome`, not as log lines on stderr."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.NullHandler()
+    propagate = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """The agent sets handlers and leaves them; the caller's come back here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,107 @@
+"""Where the ranks of one machine meet: a store on 127.0.0.1 that nothing outside can reach.
+
+torch's ``TCPStore`` has no authentication, and listens on every interface of the machine unless it is handed a
+socket; so this module binds the socket. It is also how a port that is taken is noticed before any rank starts.
+
+Each attempt of the ranks gets a store of its own. torch's dynamic rendezvous shares one store between
+attempts, where the ranks of a restarted group read the addresses of the dead ones (pytorch #135712).
+Several machines need that dynamic rendezvous, and then a store prefix per attempt: it will be a second
+handler beside this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, untyped
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+__all__ = ["LOOPBACK", "LocalRendezvous", "PortError"]
+
+LOOPBACK = "127.0.0.1"
+STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class PortError(OSError):
+    """The port that was asked for cannot be had."""
+
+
+class LocalRendezvous(RendezvousHandler):
+    """The rendezvous of a single agent. ``port`` 0 takes any free one, so that jobs never collide.
+
+    PortError: another process listens on ``port``.
+    """
+
+    def __init__(self, port: int, run_id: str) -> None:
+        self._port = port
+        self._run_id = run_id
+        self._listener: socket.socket | None = _listen(port)
+        self._store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect to the agent's store, which outlives every one of them, and host none."""
+        return True
+
+    def get_backend(self) -> str:
+        return "local"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """A fresh store for the next attempt."""
+        self._store = None  # the last attempt's: lets go of its port
+        listener = self._listener or _listen(self._port)
+        self._listener = None
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            timeout=STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        # The agent's own keys do not mix with the ranks'.
+        agent_store = PrefixStore("agent", self._store)
+        return RendezvousInfo(agent_store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        self.shutdown()
+
+    def close(self) -> None:
+        """Lets go of the port."""
+        self.shutdown()
+
+    def shutdown(self) -> bool:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._store = None
+        return True
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job may follow the last at once
+        listener.bind((LOOPBACK, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortError(error.errno, f"port {port} on {LOOPBACK} is taken by another process") from error
+        raise PortError(error.errno, f"port {port} on {LOOPBACK} cannot be used: {error.strerror}") from error
+    except OverflowError as error:
+        listener.close()
+        raise PortError(errno.EINVAL, f"port {port} does not exist; ports go from 1 to 65535") from error
+    return listener
