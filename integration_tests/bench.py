@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from shardweave import comm
 from shardweave.comm.testing import run_ranks
 

@@ -16,6 +16,7 @@ on every device alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -54,14 +55,20 @@ class DropoutStreams:
 
     def keys(self, layer: int, place: str, positions: Tensor) -> Tensor:
         """Keys ``[s, b]`` int32 for the tokens at global ``positions`` ``[s]``, at one place of one layer."""
-        base = named_seed(self.seed, self.step, layer, place)
-        samples = combine_keys(_fold(torch.full_like(self.samples, base)), _fold(self.samples))
-        return combine_keys(samples.unsqueeze(0), positions.to(torch.int32).unsqueeze(1))
+        base = named_seed(self.seed, self.step, layer, place) % (1 << 32) - (1 << 31)
+        samples = _hash(self._folded + base)
+        return combine_keys(samples.unsqueeze(0), positions.unsqueeze(1))
+
+    @cached_property
+    def _folded(self) -> Tensor:
+        """The samples' numbers as int32 keys that use all 64 bits."""
+        low, high = _low(self.samples), _low(self.samples >> 32)
+        return _hash(low ^ _hash(high + _ODD))
 
 
 def combine_keys(keys: Tensor, index: Tensor) -> Tensor:
     """New keys, int32, for each pair of a key and an index; the two broadcast."""
-    return _hash(_hash(keys + index.to(torch.int32) * _ODD))
+    return _hash(keys + index.to(torch.int32) * _ODD)
 
 
 def keyed_uniform(keys: Tensor, size: int, offset: int = 0) -> Tensor:
@@ -106,19 +113,15 @@ _ODD = -1640531527  # 2^32 / golden ratio, as a signed number: neighbouring indi
 
 def _bits(keys: Tensor, size: int, offset: int) -> Tensor:
     index = torch.arange(offset, offset + size, dtype=torch.int32, device=keys.device)
-    return _hash(_hash(keys.unsqueeze(-1) + index * _ODD))
+    return _hash(keys.unsqueeze(-1) + index * _ODD)
 
 
 def _hash(x: Tensor) -> Tensor:
     """A bijection of int32 in which every input bit changes every output bit with probability 1/2."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261  # 0x846CA68B
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def _fold(x: Tensor) -> Tensor:
-    """int64 to int32 keys that use all 64 bits."""
-    return _hash(_low(x) ^ _hash(_low(x >> 32) + _ODD))
+    # The shift is arithmetic, so the copies of the sign bit are masked off. In place where the tensor is ours.
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(0x7FEB352D)
+    x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(-2073254261)  # 0x846CA68B
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
 
 
 def _low(x: Tensor) -> Tensor:

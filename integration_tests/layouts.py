@@ -1,0 +1,166 @@
+"""The layouts of a number of ranks, and a small run that all of them must agree on.
+
+Shared by the equality tests and ``nox -s lattice``: pure lists of values, so that a new option is a new row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardweave.comm import Mesh
+from shardweave.launcher.config import Config
+from shardweave.launcher.reading import load_config
+from shardweave.launcher.trainer import Record, train_in_process
+
+__all__ = ["FAMILIES", "Layout", "compare", "layouts", "small_run", "train"]
+
+SMALL_RUN: Mapping[str, Any] = {
+    # Nothing is a round number that hides a mistake: 7 blocks (9 pieces) over 2, 4 and 8 stages, a vocabulary of
+    # 259 over 2, 4 and 8 ranks, fewer KV heads than ranks, dropout.
+    "run.steps": 10,
+    "model.layers": 7,
+    "model.hidden": 32,
+    "model.heads": 8,
+    "model.kv_heads": 4,
+    "model.vocab": 259,
+    "model.sequence": 16,
+    "model.dropout": 0.1,
+    "batch.global": 8,
+    "optimizer.warmup": 3,
+    "precision": "fp64",
+}
+"""Settings of the run that every layout must agree on."""
+
+TRAVELLED = 5e-3
+"""About the sum of the learning rates of five to ten steps: how far Adam moves a parameter at the most."""
+
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "as it is": {},
+    "llama-like": {
+        "model__position": "rotary",
+        "model__norm": "rmsnorm",
+        "model__activation": "swiglu",
+        "model__embedding_norm": False,
+        "model__tie_embeddings": False,
+        "model__ffn": 44,
+    },
+    "gpt-like": {
+        "model__position": "learned",
+        "model__embedding_norm": False,
+        "model__kv_heads": 8,
+        "model__attention_dropout": 0.1,
+    },
+}
+"""Model families, as changes to the small run."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay the run out."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False
+    schedule: str = "1f1b"
+    stage: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As configuration overrides."""
+        return {
+            "parallel.data": self.data,
+            "parallel.tensor": self.tensor,
+            "parallel.pipeline": self.pipeline,
+            "parallel.sequence": self.sequence,
+            "parallel.schedule": self.schedule,
+            "zero.stage": self.stage,
+            "batch.micro": self.micro,
+        }
+
+    @property
+    def micro(self) -> int:
+        """A micro-batch size that gives two micro-batches, or four in a pipeline, as far as eight samples go.
+
+        It differs between layouts on purpose: what is trained must not depend on it.
+        """
+        return max(1, 8 // (self.data * (4 if self.pipeline > 1 else 2)))
+
+    def __str__(self) -> str:
+        tensor = f"tp{self.tensor}{'+sp' if self.sequence else ''}"
+        pipeline = f"pp{self.pipeline}" + (f" {self.schedule}" if self.pipeline > 1 else "")
+        return f"dp{self.data} {tensor} {pipeline} zero{self.stage}"
+
+
+def layouts(ranks: int) -> Iterator[Layout]:
+    """Every layout of so many ranks out of dp, tp (with and without sequence parallelism), pp and ZeRO stage."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for tensor in sizes:
+        for pipeline in sizes:
+            data, rest = divmod(ranks, tensor * pipeline)
+            if rest or not data:
+                continue
+            for sequence in (False, True) if tensor > 1 else (False,):
+                for name in ("gpipe", "1f1b") if pipeline > 1 else ("1f1b",):
+                    for stage in (0, 1, 2):
+                        yield Layout(data, tensor, pipeline, sequence, name, stage)
+
+
+def small_run(layout: Layout | None = None, **settings: Any) -> Config:
+    """The configuration of the small run; ``settings`` with ``__`` for the dots override it."""
+    chosen = {**SMALL_RUN, **(layout.settings if layout else {})}
+    chosen.update({name.replace("__", "."): value for name, value in settings.items()})
+    return load_config(None, [f"{name}={_yaml(value)}" for name, value in chosen.items()])
+
+
+def train(layout: Layout, **settings: Any) -> Record:
+    """Trains the small run in this process' world, which has as many ranks as the layout."""
+    config = small_run(layout, **settings)
+    mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline)
+    try:
+        return train_in_process(config, mesh, config.run.steps)
+    finally:
+        mesh.close()
+
+
+def compare(record: Record, right: Record, tolerance: float) -> list[str]:
+    """What is not equal, in words: losses and norms relatively, parameters by each tensor's largest entry.
+
+    A key bias adds the same to all scores of a query, which softmax does not see (except under rotary positions): its
+    gradient is zero in theory and rounding noise in practice, which Adam scales up. So for it "largest entry" is
+    at least the distance that Adam can have moved anything.
+    """
+    wrong = []
+    for name, ours, theirs in (
+        ("loss", record.losses, right.losses),
+        ("norm", record.grad_norms, right.grad_norms),
+    ):
+        apart = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
+        if not max(apart) <= tolerance:
+            step = next(i for i, value in enumerate(apart) if not value <= tolerance)
+            wrong.append(f"{name} parts at step {step}: {ours[step]} for {theirs[step]}")
+    if record.parameters.keys() != right.parameters.keys():
+        wrong.append(f"other parameters: {sorted(record.parameters.keys() ^ right.parameters.keys())}")
+        return wrong
+    for name, theirs_full in right.parameters.items():
+        scale = theirs_full.abs().max()
+        if name.endswith("key.bias"):
+            scale = scale.clamp_min(TRAVELLED)
+        apart_by = (record.parameters[name] - theirs_full).abs().max() / scale
+        if not apart_by <= tolerance:
+            wrong.append(f"{name} is {apart_by:.1e} of its largest entry away")
+    return wrong
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,79 @@
+"""Every layout is the same training run: losses, norms and parameters against one process, in float64.
+
+One group of ranks trains all layouts of its size one after the other, so several hundred runs take minutes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from integration_tests.layouts import FAMILIES, Layout, compare, layouts, train
+
+from shardweave.comm.testing import run_ranks
+from shardweave.launcher.trainer import Record
+
+
+@functools.cache
+def reference(family: str, precision: str) -> Record:
+    """One process, in a process of its own: the parent of the ranks computes nothing."""
+    return run_ranks(train, 1, Layout(), precision=precision, **FAMILIES[family])[0]
+
+
+def trained(chosen: list[Layout], family: str, precision: str) -> list[Record]:
+    """All layouts in turn, on the same ranks. What every rank sees is the same; rank 0 reports it."""
+    records = [train(layout, precision=precision, **FAMILIES[family]) for layout in chosen]
+    return records if not dist.is_initialized() or dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.timeout(900)
+def test_every_layout_equals_one_process_in_float64(ranks: int) -> None:
+    right = reference("as it is", "fp64")
+    assert all(math.isfinite(loss) for loss in right.losses)
+    assert right.losses[-1] < right.losses[0]
+    chosen = list(layouts(ranks))
+    records = run_ranks(trained, ranks, chosen, "as it is", "fp64", timeout=880)[0]
+    wrong = {
+        str(layout): found
+        for layout, record in zip(chosen, records, strict=True)
+        if (found := compare(record, right, 1e-9))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("family", ["llama-like", "gpt-like"])
+@pytest.mark.timeout(300)
+def test_every_model_family_equals_one_process(family: str) -> None:
+    right = reference(family, "fp64")
+    chosen = [
+        Layout(2, 2, 2, True, "1f1b", 2), Layout(1, 4, 2, False, "gpipe", 1), Layout(1, 8, 1, True, "1f1b", 0),
+        Layout(1, 1, 8, False, "1f1b", 1), Layout(8, 1, 1, False, "1f1b", 2),
+    ]  # fmt: skip
+    records = run_ranks(trained, 8, chosen, family, "fp64", timeout=280)[0]
+    for layout, record in zip(chosen, records, strict=True):
+        assert compare(record, right, 1e-9) == [], str(layout)
+
+
+@pytest.mark.timeout(300)
+def test_float32_losses_agree() -> None:
+    right = reference("as it is", "fp32")
+    chosen = [layout for layout in layouts(4) if layout.stage == 1]
+    records = run_ranks(trained, 4, chosen, "as it is", "fp32", timeout=280)[0]
+    for layout, record in zip(chosen, records, strict=True):
+        for ours, theirs in zip(record.losses, right.losses, strict=True):
+            assert abs(ours - theirs) <= 1e-4 * theirs, str(layout)
+
+
+def test_the_comparison_can_fail() -> None:
+    right = Record([2.0], [1.0], {"w": torch.ones(2)})
+    assert compare(Record([2.0], [1.0], {"w": torch.ones(2)}), right, 1e-9) == []
+    assert compare(Record([2.1], [1.0], {"w": torch.ones(2)}), right, 1e-9) == [
+        "loss parts at step 0: 2.1 for 2.0"
+    ]
+    assert "norm" in compare(Record([2.0], [math.nan], {"w": torch.ones(2)}), right, 1e-9)[0]
+    assert "1.0e-02" in compare(Record([2.0], [1.0], {"w": torch.tensor([1.0, 1.01])}), right, 1e-9)[0]
+    assert "other" in compare(Record([2.0], [1.0], {"v": torch.ones(2)}), right, 1e-9)[0]
