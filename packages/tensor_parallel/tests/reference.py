@@ -18,9 +18,6 @@ from shardweave.comm import Axis, full_index, gradient_norm, scatter_to, sum_par
 
 F64 = torch.float64
 
-TOLERANCE = {"rtol": 1e-11, "atol": 1e-12}
-"""float64 sums of a few hundred terms taken in another order."""
-
 on_ranks = pytest.mark.parametrize(
     "ranks", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"{n}-ranks") for n in (1, 2, 3, 4)]
 )
@@ -31,6 +28,13 @@ def values(*shape: int, seed: int = 1) -> Tensor:
     """Different numbers in every element, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=F64)
+
+
+def assert_near(found: Tensor | None, expected: Tensor | None, what: str = "") -> None:
+    """Equal up to float64 sums of a few hundred terms taken in another order."""
+    torch.testing.assert_close(
+        found, expected, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}" if what else text
+    )
 
 
 def part(x: Tensor, axis: Axis, dim: int | None) -> Tensor:
@@ -50,9 +54,7 @@ def assert_parameters_equal(split: nn.Module, reference: nn.Module) -> None:
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert comm.sharding_of(parameter).shape == expected[name].shape
-        torch.testing.assert_close(
-            parameter.detach(), expected[name].detach()[full_index(parameter)], **TOLERANCE, msg=name
-        )
+        assert_near(parameter.detach(), expected[name].detach()[full_index(parameter)], name)
 
 
 def assert_gradients_equal(split: nn.Module, reference: nn.Module, axis: Axis) -> None:
@@ -63,11 +65,11 @@ def assert_gradients_equal(split: nn.Module, reference: nn.Module, axis: Axis) -
         whole_grad = expected[name].grad
         assert parameter.grad is not None
         assert whole_grad is not None
-        torch.testing.assert_close(parameter.grad, whole_grad[full_index(parameter)], **TOLERANCE, msg=name)
+        assert_near(parameter.grad, whole_grad[full_index(parameter)], name)
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(p.grad) for p in reference.parameters() if p.grad is not None])
     )
-    torch.testing.assert_close(gradient_norm(split.parameters(), axis), norm, **TOLERANCE)
+    assert_near(gradient_norm(split.parameters(), axis), norm)
 
 
 def assert_same_training(
@@ -87,7 +89,7 @@ def assert_same_training(
     for _ in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        torch.testing.assert_close(split_step(), reference_step(), **TOLERANCE)
+        assert_near(split_step(), reference_step())
         assert_gradients_equal(split, reference, axis)
         for optimizer in optimizers:
             optimizer.step()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from packages.tensor_parallel.tests.reference import values
 from torch import nn
 
-from packages.tensor_parallel.tests.reference import values
 from shardweave.tensor_parallel.adjacency import joined, place_adjacent
 
 

@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from packages.tensor_parallel.tests.reference import (
     F64,
-    TOLERANCE,
+    assert_near,
     assert_parameters_equal,
     assert_same_training,
     on_ranks,
@@ -18,6 +16,8 @@ from packages.tensor_parallel.tests.reference import (
     values,
     whole,
 )
+from torch import Tensor, nn
+
 from shardweave import comm
 from shardweave.comm import Axis, DropoutStreams, Mesh, combine_keys, keyed_dropout
 from shardweave.tensor_parallel import ParallelAttention, Rotary, alibi_slopes, check_replicas
@@ -27,7 +27,15 @@ class Reference(nn.Module):
     """Attention as in a textbook: every head on its own, ``[b, s, h]``."""
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, alibi: bool, rotary: Rotary | None, causal: bool
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        alibi: bool,
+        rotary: Rotary | None,
+        causal: bool,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -56,7 +64,8 @@ class Reference(nn.Module):
             if keep is not None:
                 weights = weights * keep[:, head]
             mixed.append(weights @ value)
-        return self.output(torch.cat(mixed, dim=-1))
+        y: Tensor = self.output(torch.cat(mixed, dim=-1))
+        return y
 
 
 def pair(
@@ -125,7 +134,13 @@ def compare(split: ParallelAttention, reference: Reference, axis: Axis) -> None:
 def test_trains_like_attention_in_one_process(ranks: int, sequence_parallel: bool, batch_first: bool) -> None:
     axis = Mesh(tp=ranks).tp
     sequence_dim = (1 if batch_first else 0) if sequence_parallel else None
-    for options in ({}, {"causal": False}, {"rotary": True}, {"alibi": True}, {"alibi": True, "causal": False}):
+    for options in (
+        {},
+        {"causal": False},
+        {"rotary": True},
+        {"alibi": True},
+        {"alibi": True, "causal": False},
+    ):
         split, reference = pair(axis, 12, 12, sequence_dim=sequence_dim, batch_first=batch_first, **options)
         compare(split, reference, axis)
 
@@ -153,7 +168,7 @@ def test_b024_key_value_heads_fewer_than_ranks(kv_heads: int, sequence_dim: int 
     one = pieces.view(kv_heads, 4 // kv_heads, 4, 6)[:, 0].reshape(kv_heads * 4, 6)
     alone, _ = pair(Axis.single(), 4, kv_heads, alibi=True)
     alone.load_state_dict(reference.state_dict())
-    torch.testing.assert_close(alone.key.weight.detach(), one, **TOLERANCE)
+    assert_near(alone.key.weight.detach(), one)
     assert_parameters_equal(split, alone)
 
 
@@ -162,9 +177,13 @@ def test_b024_key_value_heads_fewer_than_ranks(kv_heads: int, sequence_dim: int 
 def test_heads_that_do_not_divide_are_refused_with_what_would(heads: int) -> None:
     axis = Mesh(tp=4).tp
     valid = {6: "1, 2, 3, 6", 7: "1, 7"}[heads]
-    with pytest.raises(ValueError, match=rf"{heads} heads do not divide over axis 'tp' of 4 ranks; use one of {valid} ranks"):
+    with pytest.raises(
+        ValueError, match=rf"{heads} heads do not divide over axis 'tp' of 4 ranks; use one of {valid} ranks"
+    ):
         ParallelAttention(heads * 2, heads, axis)
-    with pytest.raises(ValueError, match="12 heads with 3 key/value heads do not divide.*use one of 1, 3, 6, 12 ranks"):
+    with pytest.raises(
+        ValueError, match=r"12 heads with 3 key/value heads do not divide.*use one of 1, 3, 6, 12 ranks"
+    ):
         ParallelAttention(24, 12, axis, kv_heads=3)
 
 
@@ -191,15 +210,17 @@ def test_dropout_masks_do_not_depend_on_the_layout(ranks: int, options: dict[str
     for kv_heads in (12, ranks):
         split, reference = pair(axis, 12, kv_heads, dropout=0.3, sequence_dim=0, **options)
         x = values(2, 12, 6)
-        keys = DropoutStreams(seed=1, step=5, samples=torch.tensor([8, 3])).keys(2, "attention", torch.arange(12))
+        keys = DropoutStreams(seed=1, step=5, samples=torch.tensor([8, 3])).keys(
+            2, "attention", torch.arange(12)
+        )
         masks = combine_keys(keys.t().unsqueeze(1), torch.arange(12).view(1, 12, 1))  # [b, heads, s]
         keep = keyed_dropout(torch.ones(2, 12, 12, 12, dtype=F64), 0.3, masks)
         assert 0.6 < (keep > 0).double().mean() < 0.8
         y = whole(split(part(x.transpose(0, 1), axis, 0), keys=keys), axis, 0)
-        torch.testing.assert_close(y.transpose(0, 1), reference(x, keep), **TOLERANCE)
+        assert_near(y.transpose(0, 1), reference(x, keep))
         split.eval()  # evaluation masks nothing and needs no keys
         y = whole(split(part(x.transpose(0, 1), axis, 0)), axis, 0)
-        torch.testing.assert_close(y.transpose(0, 1), reference(x), **TOLERANCE)
+        assert_near(y.transpose(0, 1), reference(x))
 
 
 @pytest.mark.parametrize("alibi", [False, True])

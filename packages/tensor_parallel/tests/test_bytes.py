@@ -14,9 +14,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from packages.tensor_parallel.tests.reference import part, values
 from torch import Tensor, nn
 
-from packages.tensor_parallel.tests.reference import part, values
 from shardweave.comm import Axis, Mesh
 from shardweave.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear
 
@@ -34,7 +34,8 @@ class Layer(nn.Module):
         self.down = RowParallelLinear(48, HIDDEN, axis, sequence_dim=sequence_dim, dtype=dtype)
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.attention(x))

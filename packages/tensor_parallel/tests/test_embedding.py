@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packages.tensor_parallel.tests.reference import F64, assert_same_training, on_ranks, part, values, whole
 from torch import Tensor, nn
 
-from packages.tensor_parallel.tests.reference import F64, assert_same_training, on_ranks, part, values, whole
 from shardweave.comm import Axis, Mesh
 from shardweave.tensor_parallel import VocabParallelEmbedding
 
@@ -28,7 +28,9 @@ def test_trains_like_the_whole_table(ranks: int, sequence_dim: int | None, vocab
         (y * part(weights, axis, dim)).sum().backward()
         return whole(y.detach(), axis, dim)
 
-    assert_same_training(split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None))
+    assert_same_training(
+        split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -42,7 +44,7 @@ def test_the_padding_row_starts_at_zero_and_stays(padding: int) -> None:
     ids = torch.tensor([0, 1, 6, 3, 1])
 
     def step(module: nn.Module) -> Tensor:
-        y = module(ids)
+        y: Tensor = module(ids)
         y.square().sum().backward()
         return y.detach()
 

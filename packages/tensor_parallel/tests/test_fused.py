@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
+from packages.tensor_parallel.tests.reference import F64, assert_same_training, on_ranks, part, values, whole
 from torch import Tensor, nn
 
-from packages.tensor_parallel.tests.reference import F64, assert_same_training, on_ranks, part, values, whole
 from shardweave import comm
 from shardweave.comm import Axis, Mesh, sharding_of
 from shardweave.tensor_parallel import ColumnParallelLinear, FusedColumnLinear, fused_linear, split_heads
@@ -48,23 +49,29 @@ def test_parts_train_like_layers_of_their_own(ranks: int, sequence_dim: int | No
             for parameter in split.parameters():
                 parameter.data = parameter.detach().clone()
             assert not adjacent(split)
-        x, weights = values(12, 6), [values(12, n, seed=n) for n in PARTS.values()]
-
-        def step(module: nn.Module, split: bool) -> Tensor:
-            own = part(x, axis, sequence_dim if split else None).clone().requires_grad_()
-            outputs = module(own)
-            torch.stack(
-                [(y * (part(w, axis, 1) if split else w)).sum() for y, w in zip(outputs, weights, strict=True)]
-            ).sum().backward()
-            assert own.grad is not None
-            full = [
-                comm.all_gather(y.detach(), axis, 1, sizes=comm.split_sizes(n, axis.size)) if split else y.detach()
-                for y, n in zip(outputs, PARTS.values(), strict=True)
-            ]
-            return torch.cat([*full, whole(own.grad, axis, sequence_dim if split else None)], dim=1)
-
-        assert_same_training(split, reference, axis, lambda: step(split, True), lambda: step(reference, False))
+        assert_same_training(
+            split,
+            reference,
+            axis,
+            partial(step, split, axis, sequence_dim),
+            partial(step, reference, Axis.single(), None),
+        )
         assert adjacent(split) is not apart
+
+
+def step(module: nn.Module, axis: Axis, sequence_dim: int | None) -> Tensor:
+    own = part(values(12, 6), axis, sequence_dim).clone().requires_grad_()
+    outputs = module(own)
+    losses = [
+        (y * part(values(12, n, seed=n), axis, 1)).sum() for y, n in zip(outputs, PARTS.values(), strict=True)
+    ]
+    torch.stack(losses).sum().backward()
+    assert own.grad is not None
+    full = [
+        comm.all_gather(y.detach(), axis, 1, sizes=comm.split_sizes(n, axis.size))
+        for y, n in zip(outputs, PARTS.values(), strict=True)
+    ]
+    return torch.cat([*full, whole(own.grad, axis, sequence_dim)], dim=1)
 
 
 @pytest.mark.ranks(2)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from packages.tensor_parallel.tests.reference import (
+    F64,
+    assert_near,
+    assert_same_training,
+    on_ranks,
+    part,
+    values,
+    whole,
+)
 from torch import Tensor, nn
 
-from packages.tensor_parallel.tests.reference import F64, TOLERANCE, assert_same_training, on_ranks, part, values, whole
 from shardweave import comm
 from shardweave.comm import Axis, Mesh, sharding_of
 from shardweave.tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_replicas
@@ -16,14 +24,17 @@ from shardweave.tensor_parallel import ColumnParallelLinear, RowParallelLinear, 
 class Pair(nn.Module):
     """Column, GELU, row."""
 
-    def __init__(self, sizes: tuple[int, int, int], axis: Axis, *, bias: bool, sequence_dim: int | None) -> None:
+    def __init__(
+        self, sizes: tuple[int, int, int], axis: Axis, *, bias: bool, sequence_dim: int | None
+    ) -> None:
         super().__init__()
         width, inner, out = sizes
         self.up = ColumnParallelLinear(width, inner, axis, bias=bias, sequence_dim=sequence_dim, dtype=F64)
         self.down = RowParallelLinear(inner, out, axis, bias=bias, sequence_dim=sequence_dim, dtype=F64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
 
 
 class WholePair(nn.Module):
@@ -36,11 +47,17 @@ class WholePair(nn.Module):
         self.down = nn.Linear(inner, out, bias=bias, dtype=F64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
 
 
 def compare(
-    axis: Axis, sizes: tuple[int, int, int], leading: tuple[int, ...], *, bias: bool = True, sequence_dim: int | None = None
+    axis: Axis,
+    sizes: tuple[int, int, int],
+    leading: tuple[int, ...],
+    *,
+    bias: bool = True,
+    sequence_dim: int | None = None,
 ) -> None:
     torch.manual_seed(3)
     reference = WholePair(sizes, bias=bias)
@@ -55,7 +72,9 @@ def compare(
         assert own.grad is not None
         return torch.cat([whole(y.detach(), axis, dim).flatten(), whole(own.grad, axis, dim).flatten()])
 
-    assert_same_training(split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None))
+    assert_same_training(
+        split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None)
+    )
     check_replicas(split, axis)
 
 
@@ -70,7 +89,9 @@ def test_a_pair_trains_like_two_linear_layers(ranks: int, bias: bool) -> None:
 
 @on_ranks
 @pytest.mark.parametrize("sequence_dim", [0, 1])
-def test_a_pair_trains_like_two_linear_layers_under_sequence_parallelism(ranks: int, sequence_dim: int) -> None:
+def test_a_pair_trains_like_two_linear_layers_under_sequence_parallelism(
+    ranks: int, sequence_dim: int
+) -> None:
     axis = Mesh(tp=ranks).tp
     compare(axis, (6, 12, 5), (12, 12), sequence_dim=sequence_dim)
     compare(axis, (5, 7, 3), (12, 12), bias=False, sequence_dim=sequence_dim)
@@ -94,7 +115,9 @@ def test_gathered_output_is_that_of_the_whole_layer(ranks: int, sequence_dim: in
         assert own.grad is not None
         return torch.cat([y.detach().flatten(), whole(own.grad, axis, dim).flatten()])
 
-    assert_same_training(split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None))
+    assert_same_training(
+        split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -135,7 +158,7 @@ def test_b034_layers_use_the_axis_they_were_given(name: str) -> None:
     split = Pair((4, 6, 4), axis, bias=True, sequence_dim=0)
     x = values(4, 4, seed=team)
     y = whole(split(part(x, axis, 0)), axis, 0)
-    torch.testing.assert_close(y, reference(x), **TOLERANCE)
+    assert_near(y, reference(x))
 
 
 @pytest.mark.ranks(2)
@@ -168,10 +191,16 @@ def test_records_say_what_a_rank_holds() -> None:
     offset = (0, 3, 5)[axis.rank]
     assert column.bias is not None
     assert row.bias is not None
-    for parameter, shape, dim in ((column.weight, (7, 4), 0), (column.bias, (7,), 0), (row.weight, (4, 7), 1)):
+    for parameter, shape, dim in (
+        (column.weight, (7, 4), 0),
+        (column.bias, (7,), 0),
+        (row.weight, (4, 7), 1),
+    ):
         record = sharding_of(parameter)
         assert record.shape == shape
-        assert [(split.axis, split.dim, split.offset, split.copy) for split in record.splits] == [(axis, dim, offset, 0)]
+        assert [(split.axis, split.dim, split.offset, split.copy) for split in record.splits] == [
+            (axis, dim, offset, 0)
+        ]
         assert record.partial == ()
     assert sharding_of(row.bias).splits == ()
     assert sharding_of(row.bias).partial == (axis,)
@@ -184,7 +213,9 @@ def test_wrong_inputs_are_named() -> None:
     axis = Axis.single()
     with pytest.raises(ValueError, match=r"shape \(2, 5\).*takes 4 features"):
         ColumnParallelLinear(4, 3, axis)(torch.ones(2, 5))
-    with pytest.raises(ValueError, match=r"shape \(2, 5\).*column-parallel one with 4 in all, takes 4 features"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 5\).*column-parallel one with 4 in all, takes 4 features"
+    ):
         RowParallelLinear(4, 3, axis)(torch.ones(2, 5))
-    with pytest.raises(ValueError, match="sequence_dim 1 .*leading dimension, 0 to 0"):
+    with pytest.raises(ValueError, match=r"sequence_dim 1 .*leading dimension, 0 to 0"):
         ColumnParallelLinear(4, 3, axis, sequence_dim=1)(torch.ones(2, 4))

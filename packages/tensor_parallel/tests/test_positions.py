@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from packages.tensor_parallel.tests.reference import F64, assert_near, values
 
-from packages.tensor_parallel.tests.reference import F64, TOLERANCE, values
 from shardweave.tensor_parallel import Rotary, alibi_bias, alibi_slopes
 
 
@@ -17,7 +17,7 @@ def test_rotation_is_multiplication_by_a_complex_number() -> None:
     pairs = torch.complex(x[..., :4], x[..., 4:])
     angles = torch.outer(torch.arange(5, dtype=F64), 100.0 ** (-torch.arange(4, dtype=F64) / 4))
     turned = pairs * torch.exp(1j * angles)
-    torch.testing.assert_close(rotary(x), torch.cat((turned.real, turned.imag), dim=-1), **TOLERANCE)
+    assert_near(rotary(x), torch.cat((turned.real, turned.imag), dim=-1))
 
 
 def test_scores_depend_on_distance_only() -> None:
@@ -26,20 +26,20 @@ def test_scores_depend_on_distance_only() -> None:
     near = rotary(query) @ rotary(key).t()
     far = rotary(query, torch.arange(4) + 1000) @ rotary(key, torch.arange(4) + 1000).t()
     torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(near.diagonal(1)[1:], near.diagonal(1)[:-1], **TOLERANCE)
+    assert_near(near.diagonal(1)[1:], near.diagonal(1)[:-1])
 
 
 def test_a_part_of_the_sequence_is_turned_by_its_global_positions() -> None:
     rotary = Rotary(6)
     x = values(3, 8, 6)
-    torch.testing.assert_close(rotary(x[:, 4:], torch.arange(4, 8)), rotary(x)[:, 4:], **TOLERANCE)
+    assert_near(rotary(x[:, 4:], torch.arange(4, 8)), rotary(x)[:, 4:])
     assert torch.equal(rotary(x[:, :4]), rotary(x)[:, :4])  # another length does not disturb the cache
 
 
 def test_a_fraction_of_the_features() -> None:
     rotary, x = Rotary(8, fraction=0.25), values(5, 8)
     assert torch.equal(rotary(x)[:, 2:], x[:, 2:])
-    torch.testing.assert_close(rotary(x)[:, :2], Rotary(2)(x[:, :2]), **TOLERANCE)
+    assert_near(rotary(x)[:, :2], Rotary(2)(x[:, :2]))
     assert not list(rotary.parameters())
     assert not rotary.state_dict()
     with pytest.raises(ValueError, match="is 3, which must be even"):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packages.tensor_parallel.tests.reference import F64, assert_near, on_ranks, part, values, whole
 from torch import Tensor, nn
 
-from packages.tensor_parallel.tests.reference import F64, TOLERANCE, on_ranks, part, values, whole
+from shardweave import comm
 from shardweave.comm import Axis, Mesh, Pending, WeightGradients, gradient_work
 from shardweave.tensor_parallel import (
     ColumnParallelLinear,
@@ -54,7 +55,8 @@ def test_deferred_weight_gradients_are_the_same(ranks: int, sequence_dim: int | 
             loss(x).backward()
         expected = gradients(layer)
         layer.zero_grad()
-        queue, final = WeightGradients(), []
+        queue = WeightGradients()
+        final: list[Tensor] = []
         weights = [p for p in layer.parameters() if p.dim() == 2]
         for weight in weights:
             gradient_work(weight).queue = queue
@@ -66,7 +68,7 @@ def test_deferred_weight_gradients_are_the_same(ranks: int, sequence_dim: int | 
         assert final == []
         queue.run()
         for found, right in zip(gradients(layer), expected, strict=True):
-            torch.testing.assert_close(found, right, **TOLERANCE)
+            assert_near(found, right)
         assert {id(weight) for weight in final} == {id(weight) for weight in weights}
         assert len(final) == len(weights)  # told once, after the last piece of work
 
@@ -96,8 +98,8 @@ def test_the_collective_travels_while_the_weight_gradient_is_computed() -> None:
     outputs = {dim: layer(x) for dim, layer in layers.items()}
     patch = pytest.MonkeyPatch()
     for kind in ("all_reduce", "reduce_scatter", "all_gather"):
-        start = getattr(products.comm, f"start_{kind}")
-        patch.setattr(products.comm, f"start_{kind}", logged_launch(kind, start))
+        start = getattr(comm, f"start_{kind}")
+        patch.setattr(comm, f"start_{kind}", logged_launch(kind, start))
     patch.setattr(products, "_input_gradient", logged("input product", products._input_gradient))
     patch.setattr(products, "_weight_gradients", logged("weight product", products._weight_gradients))
     outputs[None].sum().backward()
@@ -144,9 +146,9 @@ def test_inputs_of_any_layout_and_of_no_tokens(ranks: int, sequence_dim: int | N
     weights = part(values(8, 12, 12, seed=9).permute(2, 1, 0), axis, 2)
     for x in (straight, turned):
         (up(x) * weights).sum().backward()
-    torch.testing.assert_close(turned.grad, straight.grad, **TOLERANCE)
+    assert_near(turned.grad, straight.grad)
     features = part(values(6, 12, 12), axis, 0).permute(2, 1, 0)
-    torch.testing.assert_close(down(features), down(features.contiguous()), **TOLERANCE)
+    assert_near(down(features), down(features.contiguous()))
     up.zero_grad()
     for shape in ((0, 12, 6), (12, 0, 6), (0, 0, 6)):
         empty = part(torch.zeros(shape, dtype=F64), axis, sequence_dim).clone().requires_grad_()
@@ -166,7 +168,10 @@ def test_bfloat16_stays_near_the_exact_result(sequence_dim: int | None) -> None:
     x = values(8, 6)
     exact = {}
     for dtype in (F64, torch.bfloat16):
-        up, down = column(axis, sequence_dim).to(dtype), RowParallelLinear(8, 4, axis, sequence_dim=sequence_dim, dtype=F64)
+        up, down = (
+            column(axis, sequence_dim).to(dtype),
+            RowParallelLinear(8, 4, axis, sequence_dim=sequence_dim, dtype=F64),
+        )
         with torch.no_grad():
             down.weight.copy_(part(values(4, 8, seed=2), axis, 1))
         down = down.to(dtype)
@@ -204,11 +209,11 @@ def test_functions_take_any_weight() -> None:
     axis = Axis.single()
     x, weight, bias = values(3, 6), values(8, 6, seed=2).requires_grad_(), values(8, seed=3).requires_grad_()
     expected = F.linear(x, weight * 2, bias)
-    torch.testing.assert_close(column_linear(x, [weight * 2], [bias], axis), expected, **TOLERANCE)
-    torch.testing.assert_close(row_linear(x, weight * 2, bias, axis), expected, **TOLERANCE)
+    assert_near(column_linear(x, [weight * 2], [bias], axis), expected)
+    assert_near(row_linear(x, weight * 2, bias, axis), expected)
     (right,) = torch.autograd.grad(expected.square().sum(), weight)
     (found,) = torch.autograd.grad(row_linear(x, weight * 2, bias, axis).square().sum(), weight)
-    torch.testing.assert_close(found, right, **TOLERANCE)
+    assert_near(found, right)
     with pytest.raises(ValueError, match="1 of 2 fused layers have a bias"):
         column_linear(x, [weight, weight], [bias, None], axis)
 
@@ -233,5 +238,6 @@ def test_activation_checkpointing_computes_the_same() -> None:
     layer.zero_grad()
     x.grad = None
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert x.grad is not None
     for found, right in zip([x.grad, *gradients(layer)], expected, strict=True):
         assert torch.equal(found, right)

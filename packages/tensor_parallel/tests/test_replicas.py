@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from packages.tensor_parallel.tests.reference import (
+    F64,
+    assert_gradients_equal,
+    assert_near,
+    part,
+    values,
+    whole,
+)
 from torch import Tensor, nn
 
-from packages.tensor_parallel.tests.reference import F64, TOLERANCE, assert_gradients_equal, part, values, whole
 from shardweave import comm
 from shardweave.comm import Axis, Mesh, Sharding, sharding_of, sum_partial_gradients
 from shardweave.tensor_parallel import (
@@ -34,7 +41,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
 
 
 def blocks(axis: Axis, *, sequence_dim: int | None, mark: bool = True) -> nn.Sequential:
@@ -84,7 +92,9 @@ def test_b021_a_forgotten_mark_is_found() -> None:
     backward(split, axis, 0)
     sum_partial_gradients(split.parameters())
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"2 ranks of axis 'tp' differ: 0.norm1.weight, 0.norm1.bias, 0.norm2.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"2 ranks of axis 'tp' differ: 0.norm1.weight, 0.norm1.bias, 0.norm2.weight"
+    ):
         check_replicas(split, axis)
 
 
@@ -135,17 +145,21 @@ def test_a_norm_behind_a_split_is_partial_without_sequence_parallelism_too() -> 
     class HeadNorm(nn.Module):
         def __init__(self, over: Axis) -> None:
             super().__init__()
-            self.up, self.down = ColumnParallelLinear(6, 8, over, dtype=F64), RowParallelLinear(8, 6, over, dtype=F64)
+            self.up, self.down = (
+                ColumnParallelLinear(6, 8, over, dtype=F64),
+                RowParallelLinear(8, 6, over, dtype=F64),
+            )
             self.norm = nn.LayerNorm(4, dtype=F64)  # of each head's 4 features; every rank sees other heads
             mark_partial(self.norm, over)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
+            y: Tensor = self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
+            return y
 
     made = []
     for over in (axis, Axis.single()):
         torch.manual_seed(3)
         made.append(HeadNorm(over))
         (made[-1](values(5, 6)) * values(5, 6, seed=2)).sum().backward()
-    torch.testing.assert_close(made[0](values(5, 6)), made[1](values(5, 6)), **TOLERANCE)
+    assert_near(made[0](values(5, 6)), made[1](values(5, 6)))
     assert_gradients_equal(made[0], made[1], axis)
