@@ -157,7 +157,7 @@ def test_reports_of_failing_tests(tmp_path: Path) -> None:
     file.write_text(FAILING)
     options = ["-p", "no:cacheprovider", "-W", "error", "-rs", "-c", os.devnull, "--rootdir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(file)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "pytest", *options, str(file)], capture_output=True, text=True, timeout=170
     )
     report = done.stdout
     assert "4 failed, 1 skipped" in report, report

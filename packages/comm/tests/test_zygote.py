@@ -191,6 +191,24 @@ def test_a_preload_that_fails_is_told() -> None:
         spawn(zygote, end_as_told, ("",))
 
 
+def test_closing_does_not_wait_for_imports() -> None:
+    with Zygote.start(("torch._dynamo",), fresh=True) as zygote:  # takes seconds
+        start = time.monotonic()
+    assert time.monotonic() - start < 1
+    assert not zygote.alive
+
+
+def test_two_zygotes_end_in_any_order() -> None:
+    with Zygote.start(("json",)) as first, Zygote.start(("json",)) as second:
+        for zygote in (first, second):
+            with spawn(zygote, end_as_told, ("seven",)) as group:
+                assert group.wait(30)
+        start = time.monotonic()
+        first.close()  # of whose socket the second holds a copy
+        assert time.monotonic() - start < 5
+        assert second.alive
+
+
 # -- nobody is left ---------------------------------------------------------------------------------------
 
 

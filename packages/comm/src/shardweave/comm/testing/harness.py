@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import importlib.util
 import os
 import pickle
 import sys
@@ -20,7 +22,8 @@ __all__ = ["end_zygote", "run_entry", "run_ranks", "warm_zygote"]
 GRACE = 2.0
 """Seconds that the other ranks have to fail by themselves once one has failed; their errors are told too."""
 
-_PRELOAD = (*PRELOAD, "numpy", "pytest", "torch.testing", "shardweave.comm", "shardweave.comm.testing.body")
+_PRELOAD = (*PRELOAD, "torch.testing", "shardweave.comm", "shardweave.comm.testing.body")
+_PRELOAD_IF_THERE = ("numpy", "pytest")
 
 
 def run_ranks(
@@ -86,7 +89,9 @@ def end_zygote() -> None:
 
 @functools.cache  # one for the process, as it takes seconds to warm up
 def _shared() -> Zygote:
-    return Zygote.start(_PRELOAD)
+    atexit.register(end_zygote)
+    there = [name for name in _PRELOAD_IF_THERE if importlib.util.find_spec(name) is not None]
+    return Zygote.start((*_PRELOAD, *there))
 
 
 def _environment(rank: int, size: int) -> dict[str, str]:

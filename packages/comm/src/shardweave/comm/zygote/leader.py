@@ -55,6 +55,11 @@ class Alarm:
             signal.signal(number, _noted)
         signal_on_parent_death(signal.SIGTERM)
 
+    def close(self) -> None:
+        """For a fork that is not to be woken."""
+        self.source.close()
+        self._sink.close()
+
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self.source.recv(4096):
@@ -74,7 +79,7 @@ def lead(owner: socket.socket, order: GroupOrder, descriptors: Sequence[int], *,
     except EntryError as error:
         send(owner, ("refused", error.reason, error.traceback))
         return
-    running = _fork(order, function, descriptors[2:])
+    running = _fork(order, function, descriptors[2:], not_for_ranks=(owner, alarm))
     for number in descriptors[2:]:
         os.close(number)
     with contextlib.suppress(OSError):  # the owner may be gone: the loop below ends the group then
@@ -106,13 +111,17 @@ def _prepare(order: GroupOrder) -> Any:
     return function
 
 
-def _fork(order: GroupOrder, function: Any, pipes: Sequence[int]) -> dict[int, int]:
+def _fork(
+    order: GroupOrder, function: Any, pipes: Sequence[int], *, not_for_ranks: Sequence[socket.socket | Alarm]
+) -> dict[int, int]:
     """Forks the ranks; returns pid -> rank."""
     leader = os.getpid()
     running = {}
     for rank, rank_order in enumerate(order.ranks):
         pid = os.fork()
         if pid == 0:
+            for ours in not_for_ranks:
+                ours.close()
             for position, pipe in enumerate(pipes):
                 if position != rank:
                     os.close(pipe)

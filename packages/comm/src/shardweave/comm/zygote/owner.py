@@ -55,6 +55,7 @@ class Zygote:
         self._sock = sock
         self._owner = os.getpid()
         self._gone = False
+        self._heard = False  # whether it has said anything, which it does after its imports
 
     @classmethod
     def start(cls, preload: Sequence[str] = PRELOAD, *, fresh: bool | None = None) -> Zygote:
@@ -131,8 +132,13 @@ class Zygote:
         """Ends the zygote and every rank it has forked; may be called again."""
         if self._gone or os.getpid() != self._owner:
             return
+        # Said, not only shown by closing: another fork of this process may hold a copy of our end.
+        with contextlib.suppress(OSError):
+            send(self._sock, "close")
+        # As long as it imports it does not listen, and has nothing to clean up.
+        listening = self._heard or bool(readable([self._sock], 0))
         self._sock.close()
-        if not self._ended(timeout):
+        if not listening or not self._ended(timeout):
             os.kill(self.pid, signal.SIGKILL)
             self._ended(timeout)
 
@@ -151,6 +157,7 @@ class Zygote:
             ready = readable([leader, self._sock], left)
             if self._sock in ready:
                 news = receive(self._sock)
+                self._heard = True
                 if news is None or news[0][0] == "failed":
                     raise ZygoteError("the zygote died" if news is None else f"{news[0][1]}\n{news[0][2]}")
             if leader in ready:

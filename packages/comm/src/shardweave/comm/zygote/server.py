@@ -29,7 +29,7 @@ def main() -> NoReturn:
 def serve(sock: socket.socket, *, owner: int, preload: Sequence[str]) -> NoReturn:
     """Runs the zygote in this process, from imports to end. ``owner``: the pid of the parent.
 
-    It ends when the owner closes its side or dies, and takes all its leaders with it.
+    It ends when the owner says so or dies, and takes all its leaders with it.
     """
     status = 1
     try:
@@ -79,7 +79,7 @@ def _loop(sock: socket.socket, alarm: Alarm, owner: int) -> None:
         if sock not in ready:
             continue
         received = receive(sock)
-        if received is None:
+        if received is None or received[0] == "close":
             return
         order, descriptors = received
         zygote = os.getpid()
@@ -87,7 +87,7 @@ def _loop(sock: socket.socket, alarm: Alarm, owner: int) -> None:
         if pid == 0:
             try:
                 sock.close()
-                alarm.source.close()
+                alarm.close()
                 lead(socket.socket(fileno=descriptors[0]), order, descriptors[1:], zygote=zygote)
             finally:
                 os._exit(0)
