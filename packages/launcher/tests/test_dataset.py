@@ -52,7 +52,7 @@ def _step(data: int, micro: int, step: int) -> list[np.ndarray]:
     plan = BatchPlan(global_batch=8, micro=micro, accumulation=8 // (data * micro), data=data)
     dataset = _dataset(401, 4)
     return [
-        Batches(dataset, SampleOrder(dataset.num_train, 3), plan, rank).samples(step) for rank in range(data)
+        Batches(dataset, SampleOrder(dataset.num_train, 3), plan, rank).samples(8 * step) for rank in range(data)
     ]
 
 
@@ -72,7 +72,7 @@ def test_an_epoch_trains_on_every_sample_once() -> None:
     for rank in range(2):
         batches = Batches(dataset, SampleOrder(dataset.num_train, 0), plan, rank)
         for step in range(10):
-            (batch,) = batches.step(step)
+            (batch,) = batches.at(10 * step)
             seen += batch.samples.tolist()
     assert sorted(seen) == list(range(100))
 

@@ -18,20 +18,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from shardweave.comm import Mesh, sharding_of
+from shardweave.comm import Mesh
 from shardweave.launcher.config import Config
 from shardweave.launcher.config import Optimizer as OptimizerSettings
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
 from shardweave.launcher.shape import transformer_config
 from shardweave.models import Transformer, TransformerConfig
 from shardweave.pipeline import Pipeline, schedule, tie
-from shardweave.zero import MixedPrecision, ZeroOptimizer
+from shardweave.zero import MixedPrecision, ZeroOptimizer, decay_groups
 
-__all__ = ["Assembly", "assemble", "device_of", "layout_of_mesh"]
+__all__ = ["DTYPES", "Assembly", "assemble", "device_of", "layout_of_mesh"]
 
-_DTYPES = {
+DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -88,7 +87,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     shape, layout, device = transformer_config(config), layout_of_mesh(mesh), device_of(config)
     check_fit(config, layout, shape)
     plan = batch_plan(config, layout)
-    dtype = _DTYPES[config.precision]
+    dtype = DTYPES[config.precision]
 
     # [1] The blocks between two cuts of (embedding, block 0, ..., head).
     part = stages_of(layout, shape)[mesh.pp.rank]
@@ -121,7 +120,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
     #     ranks are summed, not averaged.
     optimizer = ZeroOptimizer(
-        _groups(module, config.optimizer),
+        decay_groups(module.parameters(), config.optimizer.weight_decay),
         _OPTIMIZERS[config.optimizer.name],
         data=mesh.data,
         model=mesh.model,
@@ -130,25 +129,11 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         precision=_precision(config, dtype),
         bucket_mb=config.comm.bucket_mb,
         shard_between_micro_batches=_or_none(config.zero.shard_between_micro_batches),
-        nonfinite="skip",  # `guard.nonfinite: stop` withholds the update, too, and then ends the run
+        nonfinite=config.guard.nonfinite,
         reduction="sum",
         **_options(config.optimizer),
     )
     return Assembly(shape, layout, plan, module, pipeline, optimizer, device)
-
-
-def _groups(module: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Matrices decay, biases and norms do not: by the full shape, which is the same in every layout.
-
-    A group may be empty on some rank (a stage without vectors); it is there all the same.
-    """
-    decaying = [parameter for parameter in module.parameters() if sharding_of(parameter).decays]
-    others = [parameter for parameter in module.parameters() if not sharding_of(parameter).decays]
-    groups = [
-        {"params": decaying, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _options(settings: OptimizerSettings) -> dict[str, Any]:
@@ -162,7 +147,7 @@ def _or_none(value: bool | str) -> bool | None:
 
 def _precision(config: Config, parameters: torch.dtype) -> MixedPrecision:
     def named(name: str) -> torch.dtype | None:
-        return None if name == "auto" else _DTYPES[name]
+        return None if name == "auto" else DTYPES[name]
 
     return MixedPrecision(
         parameters=parameters,

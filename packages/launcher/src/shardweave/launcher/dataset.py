@@ -49,8 +49,11 @@ class MicroBatch:
 class BatchSource(Protocol):
     """Where a trainer's micro-batches come from."""
 
-    def step(self, step: int) -> Sequence[MicroBatch]:
-        """This data rank's micro-batches of a step (from 0), the same on every rank of the replica."""
+    def at(self, visit: int) -> Sequence[MicroBatch]:
+        """This data rank's micro-batches of the step whose first sample is number `visit` of the run.
+
+        The same on every rank of the replica.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +103,12 @@ class Batches:
     plan: BatchPlan
     data_rank: int
 
-    def samples(self, step: int) -> NDArray[np.int64]:
-        """Numbers of this data rank's samples in a step (from 0): int64 ``[accumulation, micro]``."""
+    def samples(self, visit: int) -> NDArray[np.int64]:
+        """Numbers of this data rank's samples in the step that begins with `visit`: int64 ``[accumulation, micro]``."""
         plan = self.plan
-        visits = self.order.samples(step * plan.global_batch, plan.global_batch)
+        visits = self.order.samples(visit, plan.global_batch)
         return visits.reshape(plan.accumulation, plan.data, plan.micro)[:, self.data_rank]
 
-    def step(self, step: int) -> list[MicroBatch]:
-        """This data rank's micro-batches of a step (from 0)."""
-        return [self.dataset.micro_batch(samples) for samples in self.samples(step)]
+    def at(self, visit: int) -> list[MicroBatch]:
+        """This data rank's micro-batches of the step that begins with sample number `visit` of the run."""
+        return [self.dataset.micro_batch(samples) for samples in self.samples(visit)]

@@ -84,6 +84,8 @@ class Trainer:
         self.batches: BatchSource = batches if batches is not None else self._ordered(dataset)
         self.step = 0
         """Optimizer steps done."""
+        self.samples = 0
+        """Samples trained on, over all ranks: the position in the sample order."""
 
     def _ordered(self, dataset: Dataset | None) -> Batches:
         if dataset is None:
@@ -91,10 +93,14 @@ class Trainer:
         order = SampleOrder(dataset.num_train, self.config.run.seed)
         return Batches(dataset, order, self.parts.plan, self.mesh.dp.rank)
 
+    def continue_from(self, step: int, samples: int) -> None:
+        """Moves the step and the position in the data; parameters and optimizer state are restored elsewhere."""
+        self.step, self.samples = step, samples
+
     def train_step(self) -> StepResult:
         """One optimizer step over a global batch; the same result on every rank."""
         parts, settings = self.parts, self.config.optimizer
-        micro_batches = [_to(batch, parts.device) for batch in self.batches.step(self.step)]  # [1]
+        micro_batches = [_to(batch, parts.device) for batch in self.batches.at(self.samples)]  # [1]
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))  # [2]
         rate = learning_rate(self.step, self.config.run.steps, settings)
         for group in parts.optimizer.param_groups:
@@ -108,13 +114,14 @@ class Trainer:
         parts.optimizer.step()  # [4]
         parts.optimizer.zero_grad()
         self.step += 1
+        self.samples += parts.plan.global_batch
         return StepResult(
             step=self.step,
             loss=self._loss(total) / max(tokens, 1),  # [5]
             grad_norm=float(parts.optimizer.grad_norm),
             lr=rate,
             tokens=tokens,
-            skipped=bool(parts.optimizer.skipped),
+            skipped=parts.optimizer.step_skipped,
         )
 
     def evaluate(self) -> float | None:
@@ -138,6 +145,19 @@ class Trainer:
             parts.module.train()
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))
         return self._loss(total) / tokens
+
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, whatever this rank holds of it."""
+        held = sum(p.numel() for p in self.parts.module.parameters() if counts_here(p, self.mesh.model))
+        return int(all_reduce(torch.tensor(held, device=self.parts.device), self.mesh.model))
+
+    def parameter_norm(self) -> float:
+        """L2 norm of the whole model's parameters as they are now, each element counted once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.parts.device)
+        for parameter in self.parts.module.parameters():
+            if counts_here(parameter, self.mesh.model):
+                total += parameter.detach().double().square().sum()
+        return float(all_reduce(total, self.mesh.model)) ** 0.5
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the whole model under its canonical name, in its full shape, on every rank.

@@ -1,0 +1,67 @@
+"""The `shardweave` command, and the library under it: one YAML file, local or joined ranks, a whole training run.
+
+==================  ===========================================================================================
+configuration       :class:`Config`, :func:`load_config`: the schema, strictly read; :class:`ConfigError`
+arithmetic          :class:`Layout`, :func:`layout_of`, :func:`batch_plan`: ranks, stages and batches, nothing started
+training            :class:`Trainer` on a mesh; :func:`train_in_process`: what every layout must agree on
+command             :mod:`.cli`, and below it `local` (starts ranks), `join` (is one of them), `rank` (what each runs)
+==================  ===========================================================================================
+
+Names are imported when they are first used: the command has to fork the process of its ranks before torch and
+everything else is loaded, and importing a submodule of a package imports the package first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardweave.launcher._version import __version__
+
+if TYPE_CHECKING:
+    from shardweave.launcher.config import Config
+    from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, layout_of
+    from shardweave.launcher.problems import ConfigError
+    from shardweave.launcher.reading import load_config
+    from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process
+
+__all__ = [
+    "BatchPlan",
+    "Config",
+    "ConfigError",
+    "Layout",
+    "Record",
+    "StepResult",
+    "Trainer",
+    "__version__",
+    "batch_plan",
+    "layout_of",
+    "load_config",
+    "train_in_process",
+]
+
+_HOME = {
+    "BatchPlan": "layout",
+    "Config": "config",
+    "ConfigError": "problems",
+    "Layout": "layout",
+    "Record": "trainer",
+    "StepResult": "trainer",
+    "Trainer": "trainer",
+    "batch_plan": "layout",
+    "layout_of": "layout",
+    "load_config": "reading",
+    "train_in_process": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

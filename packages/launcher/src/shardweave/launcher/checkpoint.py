@@ -1,0 +1,324 @@
+"""Saving and resuming a run, by all of its ranks together, on the layout it was saved on.
+
+Every rank writes one file with what its optimizer holds: its pieces of the parameters and of the optimizer's state,
+and where in the whole model they belong. So the pieces together are the model (`weights` puts them together), and a
+rank of the same layout finds everything it needs in its own file. Loading on another layout is refused by name.
+
+All decisions are taken by all ranks at once. Whether a checkpoint is whole is decided by its marker and, for each
+rank, by the checksum of its file; one rank with a damaged file makes all of them take the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardweave.comm import all_gather, all_reduce, barrier, broadcast, full_index, sharding_of
+from shardweave.launcher import checkpoint_files as files
+from shardweave.launcher.checkpoint_files import CheckpointError, FileEntry, Index
+from shardweave.launcher.config import Config
+from shardweave.launcher.layout import Layout
+from shardweave.launcher.problems import ConfigError, Problem, quoted
+from shardweave.launcher.shape import resolved
+from shardweave.launcher.trainer import Trainer
+
+__all__ = ["Found", "find_resumable", "resume", "save"]
+
+_MODEL_KEYS = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "position",
+    "norm",
+    "embedding_norm",
+    "activation",
+    "tie_embeddings",
+)
+
+
+def _model(config: Config) -> dict[str, Any]:
+    block = resolved(config).plain()["model"]
+    return {key: block[key] for key in _MODEL_KEYS}
+
+
+def _training(config: Config) -> dict[str, Any]:
+    return {
+        "precision": config.precision,
+        "zero.stage": config.zero.stage,
+        "optimizer.name": config.optimizer.name,
+        "comm.bucket_mb": config.comm.bucket_mb,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- before any rank
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to continue from."""
+
+    path: Path
+    index: Index
+
+
+def find_resumable(config: Config, root: Path, layout: Layout) -> list[Found]:
+    """The whole checkpoints that `checkpoint.resume` allows to continue from, newest first.
+
+    Reads small files only, so a launcher can ask before it starts anything.
+
+    Raises:
+        ConfigError: when the newest one is of another model or layout, or a path that was given is no checkpoint.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "never":
+        return []
+    if wanted == "auto":
+        candidates = [path for _, path in reversed(files.complete_checkpoints(root))]
+    else:
+        candidates = _given(Path(wanted).expanduser())
+    found = []
+    for path in candidates:
+        try:
+            found.append(Found(path, files.read_index(path)))
+        except CheckpointError as error:
+            if wanted != "auto":
+                raise _problem(f"checkpoint.resume: {error}") from None
+    if found:
+        _check_fits(config, layout, found[0])
+    return found
+
+
+def _given(path: Path) -> list[Path]:
+    """A checkpoint's own path, or that of a run, whose newest is meant."""
+    if (path / "checkpoints").is_dir():
+        inside = [inner for _, inner in reversed(files.complete_checkpoints(path / "checkpoints"))]
+        if not inside:
+            raise _problem(f"checkpoint.resume: the run {path} has no whole checkpoint")
+        return inside
+    if not path.is_dir():
+        raise _problem(
+            f"checkpoint.resume: there is no checkpoint {path}; use auto, never, or the path of a run or checkpoint"
+        )
+    return [path]
+
+
+def _problem(text: str) -> ConfigError:
+    return ConfigError([Problem(("checkpoint", "resume"), text)])
+
+
+def _check_fits(config: Config, layout: Layout, found: Found) -> None:
+    index = found.index
+    fresh = "use another run.name, or checkpoint.resume=never to start over"
+    model = _model(config)
+    other = [
+        f"`model.{key}: {quoted(value)}` (there: {quoted(index.model.get(key))})"
+        for key, value in model.items()
+        if index.model.get(key) != value
+    ]
+    if other:
+        raise _problem(f"{found.path} is a checkpoint of another model: {', '.join(other)}; {fresh}")
+    if dict(index.layout) != layout.sizes():
+        there = Layout(
+            data=index.layout["dp"],
+            tensor=index.layout["tp"],
+            pipeline=index.layout["pp"],
+            context=index.layout["cp"],
+        )
+        raise _problem(
+            f"{found.path} was saved on {there} and this run is {layout}: loading on another layout is not built yet; "
+            f"use the same layout, or {fresh.removeprefix('use ')}"
+        )
+    settings = [
+        f"`{key}: {quoted(value)}` (there: {quoted(index.training.get(key))})"
+        for key, value in _training(config).items()
+        if index.training.get(key) != value
+    ]
+    if settings:
+        raise _problem(
+            f"{found.path} was saved with other settings: {', '.join(settings)}: loading under other ones is not "
+            f"built yet; keep them, or {fresh.removeprefix('use ')}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- on every rank
+
+
+class _Verdict(IntEnum):
+    """What one rank finds of a checkpoint; the highest number of any rank is the decision of all."""
+
+    FITS = 0
+    DAMAGED = 1
+    REFUSED = 2
+
+
+def save(trainer: Trainer, root: Path, *, keep: int) -> Path:
+    """Writes a checkpoint of the step just done; every rank calls it. Returns its directory.
+
+    When this returns on rank 0 the checkpoint is whole and on disk. All ranks raise if one of them could not write.
+
+    Raises:
+        OSError: the file system refused (full, read-only); nothing that was whole before is touched.
+    """
+    world, step = trainer.mesh.world, trainer.step
+    partial = files.partial_path(root, step)
+
+    def prepare() -> None:
+        if world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    _together(trainer, prepare, f"{partial} cannot be made")
+    barrier(world)
+    entry = FileEntry(0, "")
+
+    def write() -> None:
+        nonlocal entry
+        entry = _write(trainer, partial / files.rank_file(world.rank))
+
+    _together(trainer, write, f"a file in {partial} cannot be written")
+    entries = _gather(trainer, entry)
+    if world.is_first:
+        files.commit(root, _index(trainer, entries))
+        files.prune(root, keep)
+    return files.checkpoint_path(root, step)
+
+
+def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | None:
+    """Puts a trainer where the newest whole checkpoint left off; None when there is none to continue from.
+
+    Every rank calls it. `warn` is told of damaged checkpoints that were passed over.
+
+    Raises:
+        ConfigError: for a checkpoint of another model or layout; on all ranks.
+    """
+    world, config = trainer.mesh.world, trainer.config
+    found: list[Found] = []
+    refusal: ConfigError | None = None
+    try:
+        found = find_resumable(config, root, trainer.parts.layout)
+    except ConfigError as error:
+        refusal = error
+    _agree(trainer, _Verdict.REFUSED if refusal else _Verdict.FITS, refusal)
+    # Rank 0 names the step; the others might see a directory that has changed in between.
+    while True:
+        step = torch.tensor(found[0].index.step if found else -1, dtype=torch.int64, device=trainer.parts.device)
+        chosen = int(broadcast(step, world))
+        if chosen < 0:
+            return None
+        candidate = next((one for one in found if one.index.step == chosen), None)
+        verdict, problem, state = _try_read(candidate, world.rank)
+        if _agree(trainer, verdict, refusal) is _Verdict.FITS and candidate is not None:
+            _restore(trainer, candidate, state)
+            return candidate.path
+        if problem:
+            warn(f"{problem}; the checkpoint before it is used")
+        found = [one for one in found if one.index.step < chosen]
+
+
+def _try_read(found: Found | None, rank: int) -> tuple[_Verdict, str, dict[str, Any]]:
+    if found is None:
+        return _Verdict.DAMAGED, "", {}
+    try:
+        return _Verdict.FITS, "", _read(files.check_file(found.path, found.index, files.rank_file(rank)))
+    except CheckpointError as error:
+        return _Verdict.DAMAGED, str(error), {}
+
+
+def _agree(trainer: Trainer, verdict: _Verdict, refusal: ConfigError | None) -> _Verdict:
+    device = trainer.parts.device
+    worst = _Verdict(int(all_reduce(torch.tensor(int(verdict), device=device), trainer.mesh.world, "max")))
+    if worst is _Verdict.REFUSED:
+        raise refusal or _problem("checkpoint.resume: another rank found a checkpoint that does not fit")
+    return worst
+
+
+def _restore(trainer: Trainer, found: Found, state: Mapping[str, Any]) -> None:
+    try:
+        trainer.parts.optimizer.load_local_state(dict(state))
+    except ValueError as error:
+        raise _problem(f"{found.path} does not fit this run: {error}") from None
+    trainer.continue_from(found.index.step, int(found.index.data["samples"]))
+
+
+def _together(trainer: Trainer, action: Callable[[], None], what: str) -> None:
+    """Does something on every rank that may fail on one; then it fails on all."""
+    failure: OSError | None = None
+    try:
+        action()
+    except OSError as error:
+        failure = error
+    failed = torch.tensor(int(failure is not None), device=trainer.parts.device)
+    if int(all_reduce(failed, trainer.mesh.world, "max")):
+        raise failure if failure is not None else OSError(f"{what}: another rank failed")
+
+
+def _write(trainer: Trainer, path: Path) -> FileEntry:
+    """This rank's file: tensors as they are, everything else and the places of the pieces as JSON in its metadata."""
+    state = trainer.parts.optimizer.local_state()
+    tensors = {key: value.contiguous() for key, value in state.items() if isinstance(value, Tensor)}
+    numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    metadata = {"state": json.dumps(numbers), "places": json.dumps(_places(trainer))}
+    save_file(tensors, path, metadata=metadata)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return files.describe_file(path)
+
+
+def _places(trainer: Trainer) -> dict[str, Any]:
+    """By canonical name: the full shape, and the begin and end, per dim, of the part this rank holds."""
+    return {
+        sharding_of(parameter).name: {
+            "shape": list(sharding_of(parameter).shape),
+            "part": [[where.start, where.stop] for where in full_index(parameter)],
+        }
+        for parameter in trainer.parts.module.parameters()
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+        return tensors | json.loads(file.metadata()["state"])
+
+
+def _gather(trainer: Trainer, entry: FileEntry) -> dict[str, FileEntry]:
+    """Every rank's entry, on every rank: 40 bytes each."""
+    raw = entry.bytes.to_bytes(8, "big") + bytes.fromhex(entry.sha256)
+    mine = torch.tensor([list(raw)], dtype=torch.uint8, device=trainer.parts.device)
+    rows = [bytes(row) for row in all_gather(mine, trainer.mesh.world).tolist()]
+    return {
+        files.rank_file(rank): FileEntry(int.from_bytes(row[:8], "big"), row[8:].hex()) for rank, row in enumerate(rows)
+    }
+
+
+def _index(trainer: Trainer, entries: Mapping[str, FileEntry]) -> Index:
+    config = trainer.config
+    return Index(
+        step=trainer.step,
+        layout=trainer.parts.layout.sizes(),
+        model=_model(config),
+        training=_training(config),
+        data={
+            "samples": trainer.samples,
+            "seed": config.run.seed,
+            "sequence": config.model.sequence,
+            "fingerprint": trainer.dataset.fingerprint if trainer.dataset else "",
+        },
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        files=entries,
+    )

@@ -1,0 +1,95 @@
+"""The `shardweave` command.
+
+This module imports next to nothing. `train` starts the process that forks the ranks (see `processes`) before it
+reads its configuration: that process needs seconds to import torch, and this one has work to do meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from shardweave.launcher._version import __version__
+from shardweave.launcher.request import Request
+
+__all__ = ["main"]
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="shardweave")
+def cli() -> None:
+    """Trains transformers over many devices: data, tensor and pipeline parallel, with sharded optimizers.
+
+    \b
+    Example:
+      shardweave train parallel.tensor=2 parallel.pipeline=2 run.steps=20
+    """
+
+
+@cli.command()
+@click.argument("config", required=False, metavar="[CONFIG]")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
+@click.option("--dry-run", is_flag=True, help="Check everything and print layout, memory and batch; start nothing.")
+@click.option("--print-config", is_flag=True, help="Print the resolved YAML and start nothing.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one.")
+def train(config: str | None, overrides: tuple[str, ...], dry_run: bool, print_config: bool, port: int) -> None:
+    """Trains the run that the YAML file CONFIG describes, with KEY=VALUE overrides.
+
+    Without CONFIG the defaults apply. Starts as many local ranks as the layout needs; under torchrun or srun (RANK
+    and WORLD_SIZE in the environment) this process joins as one of the ranks.
+
+    \b
+    Example:
+      shardweave train run.yaml parallel.tensor=2 optimizer.lr=3e-4
+      torchrun --nproc-per-node 8 -m shardweave.launcher train run.yaml
+    """
+    if config is not None and "=" in config and not Path(config).exists():
+        config, overrides = None, (config, *overrides)  # `shardweave train parallel.tensor=2`
+    request = Request(config=config, overrides=overrides, port=port)
+    if print_config or dry_run:
+        from shardweave.launcher import describe
+
+        sys.exit(describe.print_config(request) if print_config else describe.dry_run(request))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from shardweave.launcher.join import train_joined
+
+        train_joined(request)
+    from shardweave.launcher.local import train_local
+
+    sys.exit(train_local(request))
+
+
+@cli.command()
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many to sample.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+def generate(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    """Samples text from a trained run, in one process: RUN is the run's directory, or one of its checkpoints.
+
+    \b
+    Example:
+      shardweave generate runs/quickstart --prompt "def " --tokens 300
+    """
+    from shardweave.launcher.generate import generate_text
+
+    sys.exit(generate_text(run, prompt, tokens=tokens, temperature=temperature, seed=seed))
+
+
+def main() -> None:
+    """Entry point of the command: exit status 2 for a mistake of the user, 130 for Ctrl-C."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(USAGE_ERROR)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)

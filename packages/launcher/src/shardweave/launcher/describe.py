@@ -1,0 +1,51 @@
+"""``--dry-run`` and ``--print-config``: answers without starting anything."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from shardweave.launcher.checkpoint import find_resumable
+from shardweave.launcher.display import show_rows
+from shardweave.launcher.prepare import prepare
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.reading import config_text, read_config
+from shardweave.launcher.request import Request
+from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.shape import resolved
+
+__all__ = ["dry_run", "print_config"]
+
+
+def print_config(request: Request) -> int:
+    """Prints the resolved YAML (`parallel.data: auto` stays: it is known when ranks start); returns the status."""
+    try:
+        loaded = read_config(request.config, request.overrides)
+    except ConfigError as error:
+        return fail(error)
+    sys.stdout.write(config_text(resolved(loaded.config)))
+    return 0
+
+
+def dry_run(request: Request) -> int:
+    """Checks everything and prints layout, stages, batch, parameters and memory; returns the status."""
+    try:
+        prepared = prepare(request)
+        overview = prepared.overview
+        run = RunDirectory.of(prepared.config)
+        found = find_resumable(prepared.config, run.checkpoints, overview.layout)
+    except ConfigError as error:
+        return fail(error)
+    for warning in prepared.loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    rows = [*overview.header(), *overview.details()]
+    rows.append(("start", f"from step {found[0].index.step}: {found[0].path}" if found else "from the beginning"))
+    show_rows(Console(highlight=False), rows)
+    return 0
+
+
+def fail(error: Exception, status: int = 2) -> int:
+    """Says what is wrong on stderr, without a traceback; returns the status."""
+    print(f"error: {error}", file=sys.stderr)
+    return status

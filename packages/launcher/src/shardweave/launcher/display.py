@@ -1,0 +1,200 @@
+"""What a person sees while a run goes: a progress bar in a terminal, a line per step in a file.
+
+A display is fed with the records of metrics.jsonl and with sentences; it does not know whether they come from a
+file that other processes write (`MetricsFollower`) or from a rank in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from shardweave.launcher.config import Config
+
+__all__ = ["Display", "MetricsFollower", "make_display", "show_rows"]
+
+
+class Display(Protocol):
+    """Shows a run."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+
+    def message(self, text: str) -> None:
+        """A sentence about the run."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+def make_display(config: Config, console: Console) -> Display:
+    """The display that `metrics.console` asks for."""
+    kind = config.metrics.console
+    if kind == "auto":
+        kind = "bar" if console.is_terminal else "lines"
+    if kind == "none":
+        return _Silent()
+    return _Bar(config, console) if kind == "bar" else _Lines(config, console)
+
+
+def show_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Labelled lines: wrapped beside their labels in a terminal, one whole line each in a file."""
+    rows = list(rows)
+    width = max(len(label) for label, _ in rows)
+    if not console.is_terminal:
+        for label, text in rows:
+            console.print(Text(f"{label:<{width}}  {text}"), soft_wrap=True)
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(label, Text(text))
+    console.print(grid)
+
+
+def _number(value: Any) -> float:
+    return float(value)  # "NaN" and "Infinity", too
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+def _tflops(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+class _Silent:
+    def record(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Lines:
+    """One plain line per `run.log_every` steps."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._config, self._console = config, console
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        step, steps = record["step"], self._config.run.steps
+        where = f"step {step:>{len(str(steps))}}/{steps}"
+        if "validation_loss" in record:
+            self.message(f"{where}  validation loss {_number(record['validation_loss']):.4f}")
+        elif step % self._config.run.log_every == 0 or step == steps:
+            left = (steps - step) * _number(record["step_seconds"])
+            self.message(
+                f"{where}  loss {_number(record['loss']):.4f}  lr {_number(record['lr']):.2e}  "
+                f"norm {_number(record['grad_norm']):.3f}  {_rate(_number(record['tokens_per_second']))} tokens/s  "
+                f"{_tflops(_number(record['tflops_per_device']))} TFLOP/s  {_number(record['memory_gib']):.2f} GiB  "
+                f"left {_time(left)}"
+            )
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A progress bar with the numbers of the last step; sentences scroll by above it."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._console = console
+        self._validation = ""
+        self._progress = Progress(
+            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("train", total=config.run.steps, numbers="starting")
+        self._progress.start()
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if "validation_loss" in record:
+            self._validation = f"  val {_number(record['validation_loss']):.3f}"
+            return
+        numbers = (
+            f"loss {_number(record['loss']):.3f}{self._validation}  "
+            f"{_rate(_number(record['tokens_per_second']))} tok/s  "
+            f"{_tflops(_number(record['tflops_per_device']))} TFLOP/s  {_number(record['memory_gib']):.2f} GiB"
+        )
+        self._progress.update(self._task, completed=record["step"], numbers=numbers)
+
+    def message(self, text: str) -> None:
+        self._progress.console.print(Text(text))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+class MetricsFollower:
+    """Reads metrics.jsonl while the ranks write it, in a thread, and hands over each new record once.
+
+    The thread starts after the ranks' zygote, which must have been forked by a process without threads.
+    """
+
+    def __init__(self, path: Path, listener: Callable[[Mapping[str, Any]], None], *, after: int) -> None:
+        """`after`: the step that the run resumes from; records up to it are old."""
+        self._path, self._listener, self._after = path, listener, after
+        self._inode, self._offset, self._rest = -1, 0, b""
+        self._seen: set[tuple[int, bool]] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="metrics-follower", daemon=True)
+
+    def start(self) -> None:
+        """Begins to follow."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Reads what is left and ends; the ranks have ended, too."""
+        self._ended.set()
+        self._thread.join()
+        self._poll()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(0.1):
+            self._poll()
+
+    def _poll(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                inode = self._path.stat().st_ino
+                if inode != self._inode:  # a new start replaces the file
+                    self._inode, self._offset, self._rest = inode, 0, b""
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        for line in lines:
+            record = json.loads(line)
+            key = (record["step"], "validation_loss" in record)
+            if record["step"] > self._after and key not in self._seen:
+                self._seen.add(key)
+                self._listener(record)

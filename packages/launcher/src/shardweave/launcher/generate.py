@@ -1,0 +1,72 @@
+"""``shardweave generate``: text from a trained run, in one process, whatever layout it was trained on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from shardweave.launcher.checkpoint_files import CheckpointError, complete_checkpoints
+from shardweave.launcher.describe import fail
+from shardweave.launcher.problems import ConfigError, Problem
+from shardweave.launcher.reading import load_config
+from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.tokenizer import tokenizer
+from shardweave.launcher.weights import full_parameters
+from shardweave.models import Transformer
+from shardweave.models import generate as sample
+
+__all__ = ["generate_text", "load_model"]
+
+
+def generate_text(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
+    """Prints the prompt and its continuation; returns the exit status."""
+    try:
+        run, checkpoint = _locate(path)
+        config = load_config(run / "config.yaml")
+        words = tokenizer(config.data.tokenizer)
+        if not prompt:
+            raise ConfigError([Problem((), "--prompt is empty; give at least one character to continue")])
+        model = load_model(run, checkpoint)
+    except (ConfigError, CheckpointError) as error:
+        return fail(error)
+    start = torch.from_numpy(words.encode(prompt).astype("int64")).unsqueeze(0)  # [1, s]
+    generator = torch.Generator().manual_seed(seed)
+    found = sample(model, start, tokens, temperature=temperature, generator=generator)
+    sys.stdout.write(words.decode(found[0].tolist()) + "\n")
+    return 0
+
+
+def load_model(run: Path, checkpoint: Path) -> Transformer:
+    """The whole model of a run with a checkpoint's weights, in float32 or wider, ready to evaluate.
+
+    Raises:
+        ConfigError: for a run whose configuration does not load.
+        CheckpointError: for a checkpoint that is not whole, or of another model than the configuration's.
+    """
+    shape = transformer_config(load_config(run / "config.yaml"))
+    weights = full_parameters(checkpoint)
+    dtype = next(iter(weights.values())).dtype
+    model = Transformer(shape, device="meta", dtype=dtype).to_empty(device="cpu")
+    held = dict(model.named_parameters())
+    if held.keys() != weights.keys() or any(held[name].shape != weights[name].shape for name in held):
+        raise CheckpointError(f"{checkpoint} holds another model than {run / 'config.yaml'} describes")
+    with torch.no_grad():
+        for name, parameter in held.items():
+            parameter.copy_(weights[name])
+    return model.eval()
+
+
+def _locate(path: Path) -> tuple[Path, Path]:
+    """The run and the checkpoint that a path names: a run's newest one, or the one itself."""
+    if (path / "complete").exists() and (path.parent.parent / "config.yaml").exists():
+        return path.parent.parent, path
+    if not (path / "config.yaml").is_file():
+        raise ConfigError([Problem((), f"{path} is not the directory of a run: it has no config.yaml")])
+    found = complete_checkpoints(path / "checkpoints")
+    if not found:
+        raise ConfigError(
+            [Problem((), f"the run {path} has no whole checkpoint yet (checkpoint.every decides when one is saved)")]
+        )
+    return path, found[-1][1]

@@ -1,0 +1,102 @@
+"""``shardweave train`` on this machine: starts the ranks, shows how they do, says how it ended.
+
+Order matters here. The zygote is forked while this process has one thread and has imported nothing but torch; only
+then come the configuration, the data and a display with threads of its own::
+
+    this process   import torch | configuration, data, checks | header, display ............ | summary
+    zygote                      | import what ranks need      | fork ranks
+    ranks                                                     | join, build, train ........  |
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING
+
+from shardweave.launcher.request import Request
+
+if TYPE_CHECKING:  # imported when the zygote runs
+    from shardweave.comm.zygote import Zygote
+    from shardweave.launcher.prepare import Prepared
+
+__all__ = ["train_local"]
+
+MACHINE_UNFIT = 3
+_MODULES = ("numpy", "shardweave.launcher.rank_entry", "shardweave.launcher.rank")
+
+
+def train_local(request: Request) -> int:
+    """Trains on local ranks; returns the exit status of the command."""
+    # Importing makes many objects and no garbage: without collections it takes a tenth less. The zygote inherits
+    # this; `rank.main` switches collections on again.
+    gc.disable()
+    from shardweave.comm.zygote import PRELOAD, Zygote
+
+    with Zygote.start((*PRELOAD, *_MODULES)) as zygote:
+        from shardweave.launcher.describe import fail
+        from shardweave.launcher.prepare import MachineError, prepare
+        from shardweave.launcher.problems import ConfigError
+
+        gc.enable()
+        try:
+            return _train(request, prepare(request), zygote)
+        except ConfigError as error:
+            return fail(error)
+        except MachineError as error:
+            return fail(error, MACHINE_UNFIT)
+
+
+def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
+    from rich.console import Console
+
+    from shardweave.launcher.display import MetricsFollower, make_display, show_rows
+    from shardweave.launcher.prepare import check_machine, open_run
+    from shardweave.launcher.processes import launch_local
+    from shardweave.launcher.rank import MESSAGE
+    from shardweave.launcher.summary import summary
+
+    config, overview = prepared.config, prepared.overview
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
+    for warning in prepared.loaded.warnings:
+        errors.print(f"warning: {warning}", markup=False)
+    check_machine(overview)
+    run, step, aside = open_run(overview)
+    show_rows(console, overview.header())
+    if aside:
+        console.print(f"an earlier run of this name is now {aside}", markup=False)
+    if step >= min(config.run.steps, config.run.stop_after or config.run.steps):
+        show_rows(console, summary(run, None))
+        console.print("raise run.steps to go on, or use another run.name", markup=False)
+        return 0
+
+    display = make_display(config, console)
+    follower = MetricsFollower(run.metrics, display.record, after=step)
+
+    def show(rank: int, line: str) -> None:
+        """What the first rank says to a person; everything that any rank prints is in its log."""
+        if rank == 0 and line.startswith(MESSAGE):
+            display.message(line.removeprefix(MESSAGE))
+
+    began = time.monotonic()
+    follower.start()
+    try:
+        outcome = launch_local(
+            "shardweave.launcher.rank:main",
+            {"config": config.plain(), "directory": str(run.path.absolute())},
+            world_size=overview.layout.world_size,
+            run_dir=run.path,
+            port=request.port,
+            on_line=show,
+            zygote=zygote,
+        )
+    finally:
+        follower.stop()
+        display.close()
+    if outcome.failure is not None:
+        errors.print(f"error: {outcome.failure}", markup=False)
+    elif outcome.exit_code == 0:
+        show_rows(console, summary(run, time.monotonic() - began))
+    else:
+        errors.print("stopped; the same command continues from the newest checkpoint", markup=False)
+    return outcome.exit_code

@@ -1,0 +1,88 @@
+"""What a step cost: time, communication and memory, of the worst rank, from this rank's clock and ledger.
+
+A step is as slow as its slowest rank, and a rank that sends more than the others is what one looks for; so the
+numbers are maxima over ranks, taken with one small collective after each step (which the step's own numbers leave
+out).
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+from shardweave.comm import all_reduce
+from shardweave.launcher.metrics import StepMetrics, peak_flops
+from shardweave.launcher.trainer import StepResult, Trainer
+from shardweave.models import flops
+
+__all__ = ["Meter"]
+
+_AXES = ("pp", "dp", "cp", "tp", "data", "model", "world")
+"""All axes that a step may communicate on: the columns of the collective, the same on every rank."""
+
+
+class Meter:
+    """Measures the steps of one trainer. Every rank has one and calls it around every step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        parts = trainer.parts
+        self._flops = flops(parts.shape, batch=parts.plan.global_batch).model
+        self._peak = peak_flops(_device_name(parts.device), trainer.config.precision)
+        self._traffic = trainer.mesh.ledger.by_axis()
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        """The step begins."""
+        self._traffic = self._trainer.mesh.ledger.by_axis()
+        self._began = time.perf_counter()
+
+    def stop(self, result: StepResult) -> StepMetrics:
+        """The step is done; the same numbers on every rank."""
+        seconds = time.perf_counter() - self._began
+        before, after = self._traffic, self._trainer.mesh.ledger.by_axis()
+        spent = {axis: after[axis] - before[axis] if axis in before else after[axis] for axis in after}
+        mine = [
+            seconds,
+            sum(traffic.seconds for traffic in spent.values()),
+            sum(traffic.exposed for traffic in spent.values()),
+            _memory(self._trainer.parts.device),
+            *(float(spent[axis].sent) if axis in spent else 0.0 for axis in _AXES),
+        ]
+        device = self._trainer.parts.device
+        worst = torch.tensor(mine, dtype=torch.float64, device=device)
+        seconds, comm, exposed, memory, *sent = all_reduce(worst, self._trainer.mesh.world, "max").tolist()
+        per_device = self._flops / seconds / self._trainer.mesh.world.size
+        return StepMetrics(
+            step=result.step,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            step_seconds=seconds,
+            tokens_per_second=result.tokens / seconds,
+            tflops_per_device=per_device / 1e12,
+            mfu=None if self._peak is None else per_device / self._peak,
+            comm_seconds=comm,
+            comm_exposed_seconds=exposed,
+            comm_fraction=min(exposed / seconds, 1.0),
+            comm_bytes={axis: int(count) for axis, count in zip(_AXES, sent, strict=True) if count},
+            memory_gib=memory / 2**30,
+            skipped=result.skipped,
+            extra={},
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _memory(device: torch.device) -> float:
+    """Peak bytes: what the allocator handed out on an accelerator, what the process had resident on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,160 @@
+"""What a run will be, in a few lines: the dry run's answer and the header of a real one.
+
+Everything is computed from the configuration (nothing is allocated, no rank is started), with the same functions
+that the ranks use; the numbers of parameters and bytes are those of the model that would be built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardweave.launcher.assembly import DTYPES
+from shardweave.launcher.config import Config
+from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
+from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.shape import transformer_config
+from shardweave.models import (
+    MemoryUse,
+    Part,
+    RankLayout,
+    TransformerConfig,
+    count_parameters,
+    flops,
+    memory,
+)
+from shardweave.pipeline import schedule
+
+__all__ = ["Overview"]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything about a run that is known before it starts."""
+
+    config: Config
+    layout: Layout
+    shape: TransformerConfig
+    plan: BatchPlan
+    stages: list[Part]
+    dataset: Dataset
+    bubble: float
+    """Share of a step that pipeline ranks stand idle, on paper."""
+    memory: list[list[MemoryUse]]
+    """By stage and tensor rank."""
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, dataset: Dataset) -> Overview:
+        """Computes it.
+
+        Raises:
+            ConfigError: for a layout or batch that does not fit.
+        """
+        shape = transformer_config(config)
+        check_fit(config, layout, shape)
+        plan = batch_plan(config, layout)
+        stages = stages_of(layout, shape)
+        timeline = schedule(
+            config.parallel.schedule, stages=layout.pipeline, micro_batches=plan.accumulation
+        ).simulate()
+        uses = [
+            [
+                memory(
+                    shape,
+                    layout=RankLayout(
+                        part=part,
+                        tensor=layout.tensor,
+                        tensor_rank=rank,
+                        sequence_parallel=config.parallel.sequence and layout.tensor > 1,
+                        data=layout.data,
+                        zero_stage=config.zero.stage,
+                    ),
+                    dtype=DTYPES[config.precision],
+                    micro_batch=plan.micro,
+                    in_flight=peak,
+                )
+                for rank in range(layout.tensor)
+            ]
+            for part, peak in zip(stages, timeline.peak_activations, strict=True)
+        ]
+        return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return count_parameters(self.shape)
+
+    @property
+    def largest(self) -> MemoryUse:
+        """Of the rank that holds most."""
+        return max((use for uses in self.memory for use in uses), key=lambda use: use.total)
+
+    def header(self) -> Iterator[tuple[str, str]]:
+        """The lines over a run: label and text."""
+        config, shape, data = self.config, self.shape, self.dataset
+        yield "run", f"{config.run.name} in {RunDirectory.of(config).path}, {config.run.steps} steps"
+        yield "model", f"{self.parameters:,} parameters: {_shape(shape)}"
+        yield "layout", f"{self.layout} = {_count(self.layout.world_size, 'rank')}, {self._sharing()}"
+        yield "batch", f"{self.plan}; {self.plan.global_batch * shape.sequence:,} tokens a step"
+        validation = f"{data.num_validation:,} more for validation" if data.num_validation else "no validation"
+        yield "data", f"{config.data.source}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}"
+        yield "memory", f"about {_bytes(self.largest.total)} on the fullest rank ({_kinds(self.largest)})"
+
+    def details(self) -> Iterator[tuple[str, str]]:
+        """What a dry run adds: who is where and holds what."""
+        layout = self.layout
+        for stage, part in enumerate(self.stages):
+            yield f"stage {stage}", _part(part)
+            for replica in range(layout.data):
+                ranks = [layout.rank(pp=stage, dp=replica, tp=rank) for rank in range(layout.tensor)]
+                yield "", f"dp {replica}: " + "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks))
+            for rank, use in enumerate(self.memory[stage]):
+                who = f"tp {rank}: " if layout.tensor > 1 else ""
+                yield "", f"{who}{_bytes(use.total)} ({_kinds(use)})"
+        work = flops(self.shape, batch=self.plan.global_batch)
+        yield "work", f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank"
+
+    def _sharing(self) -> str:
+        config, layout = self.config, self.layout
+        parts = [f"ZeRO-{config.zero.stage}", config.precision]
+        if layout.tensor > 1:
+            parts.append("sequence parallel" if config.parallel.sequence else "no sequence parallelism")
+        if layout.pipeline > 1:
+            parts.append(f"{config.parallel.schedule} with {100 * self.bubble:.1f} % bubble")
+        return ", ".join(parts)
+
+
+def _shape(shape: TransformerConfig) -> str:
+    heads = f"{shape.heads} heads" if shape.num_kv_heads == shape.heads else f"{shape.heads}/{shape.num_kv_heads} heads"
+    return (
+        f"{_count(shape.layers, 'layer')}, hidden {shape.hidden}, {heads}, ffn {shape.ffn_size}, "
+        f"vocabulary {shape.vocab}, sequence {shape.sequence}"
+    )
+
+
+def _part(part: Part) -> str:
+    blocks = list(part.layers)
+    held = ["embedding"] if part.embedding else []
+    if blocks:
+        held.append(f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]} to {blocks[-1]}")
+    return ", ".join([*held, "head"] if part.head else held)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            break
+        count /= 1024
+    else:
+        unit = "TiB"
+    return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+
+
+def _kinds(use: MemoryUse) -> str:
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    return ", ".join(f"{kind} {_bytes(getattr(use, kind))}" for kind in kinds)

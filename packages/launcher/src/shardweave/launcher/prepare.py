@@ -1,0 +1,130 @@
+"""Everything that is checked before a rank starts, in the order in which a person would want to hear of it.
+
+Configuration, layout, batch, data, the machine, the run directory: each is looked at by one process in a second or
+two, so that no mistake has to be found by eight ranks at once. A mistake of the user is a `ConfigError` (status 2), a
+machine that cannot do it a `MachineError` (status 3).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardweave.launcher.assembly import DTYPES
+from shardweave.launcher.checkpoint import find_resumable
+from shardweave.launcher.config import Config
+from shardweave.launcher.corpus import open_corpus
+from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.layout import batch_plan, check_fit, layout_of
+from shardweave.launcher.overview import Overview
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.reading import Loaded, read_config
+from shardweave.launcher.request import Request
+from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.shape import transformer_config
+
+__all__ = ["MachineError", "Prepared", "check_machine", "open_run", "prepare"]
+
+
+class MachineError(RuntimeError):
+    """This machine cannot run what was asked for; the text says what is missing."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start."""
+
+    loaded: Loaded
+    overview: Overview
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.loaded.config
+
+
+def prepare(request: Request, world_size: int | None = None) -> Prepared:
+    """Reads and checks a run; touches no file but the configuration and the data.
+
+    `world_size`: ranks that somebody else started; None: as many as the layout names.
+
+    Raises:
+        ConfigError: for everything that is wrong with configuration, layout, batch or data.
+    """
+    loaded = read_config(request.config, request.overrides)
+    config = loaded.config
+    try:
+        layout = layout_of(config, world_size)
+        shape = transformer_config(config)
+        check_fit(config, layout, shape)
+        batch_plan(config, layout)
+        dataset = Dataset.cut(open_corpus(config), config, shape.sequence)
+        return Prepared(loaded, Overview.of(config, layout, dataset))
+    except ConfigError as error:
+        raise ConfigError(error.problems, loaded.origins) from None
+
+
+def check_machine(overview: Overview) -> None:
+    """Devices for all local ranks, and room for the checkpoints.
+
+    Raises:
+        MachineError: when one of them is missing.
+    """
+    config, ranks = overview.config, overview.layout.world_size
+    accelerator = torch.accelerator.current_accelerator()
+    if config.run.device not in ("auto", "cpu") and (accelerator is None or accelerator.type != config.run.device):
+        raise MachineError(f"`run.device: {config.run.device}`: this machine has none; use run.device=auto or cpu")
+    if config.run.device != "cpu" and accelerator is not None and torch.accelerator.device_count() < ranks:
+        raise MachineError(
+            f"the layout {overview.layout} needs {ranks} {accelerator.type} devices and this machine has "
+            f"{torch.accelerator.device_count()}; use a smaller layout, or run.device=cpu"
+        )
+    if config.checkpoint.every:
+        _check_room(overview)
+
+
+def _check_room(overview: Overview) -> None:
+    """One checkpoint: values and Adam's two moments in the masters' type."""
+    config = overview.config
+    wide = torch.promote_types(DTYPES[config.precision], torch.float32).itemsize
+    needed = 3 * wide * overview.parameters
+    place = _existing(RunDirectory.of(config).path)
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise MachineError(
+            f"{place} has {free / 2**30:.2f} GiB free and one checkpoint takes {needed / 2**30:.2f} GiB; free some "
+            "space, or use another run.dir or checkpoint.every=0"
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def open_run(overview: Overview) -> tuple[RunDirectory, int, Path | None]:
+    """The run's directory, the step it will continue from (0: from the start), and where an earlier run was moved.
+
+    Raises:
+        ConfigError: for a checkpoint that does not fit this run.
+        MachineError: when the directory cannot be written.
+    """
+    config = overview.config
+    run = RunDirectory.of(config)
+    found = find_resumable(config, run.checkpoints, overview.layout)
+    aside: Path | None = None
+    try:
+        if config.checkpoint.resume == "never":
+            aside = run.set_aside()
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"the run directory {run.path} cannot be made: {error.strerror}") from None
+    if not os.access(run.path, os.W_OK):
+        raise MachineError(f"the run directory {run.path} cannot be written: permission denied")
+    return run, found[0].index.step if found else 0, aside

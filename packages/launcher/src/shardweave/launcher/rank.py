@@ -1,0 +1,59 @@
+"""What a rank runs: from an environment with RANK and WORLD_SIZE to a finished training.
+
+`main` is the entry point of ranks that the launcher forks; `train` is also what ranks run that torchrun or srun
+started (`join`). The module is imported once, by the zygote, before the ranks exist: importing it starts no thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardweave import comm
+from shardweave.comm import Mesh
+from shardweave.launcher.config import Config
+from shardweave.launcher.layout import layout_of
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.training import Reporter, Training
+
+__all__ = ["MESSAGE", "main", "train"]
+
+MESSAGE = "shardweave: "
+"""What a rank's line begins with when it is for the person at the terminal, not only for the log."""
+
+
+def main(payload: Mapping[str, Any]) -> None:
+    """Trains as one of the ranks of this machine; `payload` has the configuration and the run's directory.
+
+    What the run has to say goes to this rank's output, which the launcher reads; numbers go to metrics.jsonl.
+    """
+    gc.enable()  # the zygote was forked without collections, see `local`
+    config = Config.model_validate(payload["config"])
+    reporter = Reporter(record=lambda record: None, message=lambda text: print(f"{MESSAGE}{text}", flush=True))
+    try:
+        train(config, RunDirectory(Path(payload["directory"])), reporter)
+    except ConfigError as error:
+        print(f"{MESSAGE}error: {error}", flush=True)
+        sys.exit(2)
+
+
+def train(config: Config, run: RunDirectory, reporter: Reporter) -> None:
+    """Joins the world that the environment describes and trains in it.
+
+    Raises:
+        ConfigError: when the number of ranks and the layout do not match; on every rank, before any message.
+    """
+    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
+    if config.run.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks: `comm` takes the accelerator it finds
+    comm.init(timeout=config.comm.timeout)
+    mesh = Mesh(
+        dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, timeout=config.comm.timeout
+    )
+    Training(config, mesh, run, reporter).run()
+    mesh.close()

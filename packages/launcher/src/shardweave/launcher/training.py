@@ -1,0 +1,143 @@
+"""A whole run on one rank: resume, steps, evaluations, checkpoints, metrics, until the last step.
+
+Everything is decided by numbers that all ranks share (the step, the loss, what a checkpoint says), so no rank
+leaves the others waiting. One rank writes files and reports; the others compute.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardweave.comm import Mesh, all_gather
+from shardweave.launcher.assembly import layout_of_mesh
+from shardweave.launcher.checkpoint import resume, save
+from shardweave.launcher.config import Config
+from shardweave.launcher.guards import Guards
+from shardweave.launcher.meter import Meter
+from shardweave.launcher.metrics import MetricsFile
+from shardweave.launcher.reading import config_text
+from shardweave.launcher.run_directory import RunDirectory, write_atomically
+from shardweave.launcher.same_data import check_same_data
+from shardweave.launcher.shape import resolved
+from shardweave.launcher.trainer import Trainer
+
+__all__ = ["Reporter", "Training"]
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Who wants to hear how the run goes; called on the world's first rank only."""
+
+    record: Callable[[Mapping[str, Any]], None]
+    """A line of metrics.jsonl."""
+    message: Callable[[str], None]
+    """A sentence: resumed, saved, a warning."""
+
+
+class Training:
+    """One rank's side of a run in its directory. Every rank of the mesh builds it and calls `run`."""
+
+    def __init__(self, config: Config, mesh: Mesh, run: RunDirectory, reporter: Reporter) -> None:
+        self.config, self.run_directory = config, run
+        self._mesh = mesh
+        self._reporter = reporter
+        self._write_ranks()  # before the work begins: whoever looks for the pids finds them
+        self.trainer = Trainer(config, mesh)
+        self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
+        self._saved = -1
+        self._metrics: MetricsFile | None = None
+
+    def run(self) -> None:
+        """Trains to the last step.
+
+        Raises:
+            ConfigError: for a checkpoint that does not fit this run.
+            TrainingStopped: when a guard ends it.
+        """
+        trainer = self.trainer
+        path = resume(trainer, self.run_directory.checkpoints, self._say)
+        if path is not None:
+            self._saved = trainer.step
+            self._say(f"resumed from {path} at step {trainer.step}")
+        check_same_data(trainer)
+        if self._mesh.world.is_first:
+            write_atomically(
+                self.run_directory.config, config_text(resolved(self.config, data=self._mesh.dp.size))
+            )
+            self._metrics = MetricsFile(self.run_directory.metrics, keep_steps=trainer.step)
+        try:
+            self._steps()
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _steps(self) -> None:
+        trainer, settings = self.trainer, self.config
+        guards, meter = Guards(settings.guard), Meter(trainer)
+        while trainer.step < self._last:
+            meter.start()
+            result = trainer.train_step()
+            self._record(meter.stop(result).record())
+            warning = guards.check(result)
+            if warning:
+                self._say(f"warning: {warning}")
+            done = trainer.step == self._last
+            if _due(trainer.step, settings.run.eval_every, done):
+                self._evaluate()
+            if _due(trainer.step, settings.checkpoint.every, done):
+                self._save()
+        stopped_early = settings.run.stop_after is not None and self._last < settings.run.steps
+        if stopped_early and self._saved != trainer.step:
+            self._save()
+
+    def _evaluate(self) -> None:
+        loss = self.trainer.evaluate()
+        if loss is not None:
+            norm = self.trainer.parameter_norm()
+            self._record({"step": self.trainer.step, "validation_loss": loss, "parameter_norm": norm})
+
+    def _save(self) -> None:
+        path = save(self.trainer, self.run_directory.checkpoints, keep=self.config.checkpoint.keep)
+        self._saved = self.trainer.step
+        self._say(f"saved {path}")
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(record)
+            self._reporter.record(record)
+
+    def _say(self, text: str) -> None:
+        if self._mesh.world.is_first:
+            self._reporter.message(text)
+
+    def _write_ranks(self) -> None:
+        """ranks.json, from what every rank says of itself: pid and host name in a row of fixed length."""
+        host = socket.gethostname().encode()[:120].ljust(120, b"\0")
+        mine = torch.tensor([[*os.getpid().to_bytes(8, "big"), *host]], dtype=torch.uint8)
+        accelerator = torch.accelerator.current_accelerator()
+        rows = all_gather(mine if accelerator is None else mine.to(accelerator), self._mesh.world).tolist()
+        if not self._mesh.world.is_first:
+            return
+        layout = layout_of_mesh(self._mesh)
+        self.run_directory.write_ranks(
+            [
+                {
+                    "rank": rank,
+                    "pid": int.from_bytes(bytes(row[:8]), "big"),
+                    "host": bytes(row[8:]).rstrip(b"\0").decode("utf-8", "replace"),
+                    "coordinates": layout.coordinates(rank),
+                }
+                for rank, row in enumerate(rows)
+            ]
+        )
+
+
+def _due(step: int, interval: int, last: bool) -> bool:
+    """Every `interval` steps and after the last one; an interval of 0 means never."""
+    return interval > 0 and (step % interval == 0 or last)

@@ -1,0 +1,242 @@
+"""Training steps on several ranks against one process, and what every layout must report alike.
+
+The sweep over all layouts is in integration_tests; here are the cases that are about the trainer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shardweave.comm import Axis, Ledger, Mesh, all_gather
+from shardweave.launcher.config import Config
+from shardweave.launcher.dataset import Dataset, MicroBatch
+from shardweave.launcher.reading import load_config
+from shardweave.launcher.trainer import IGNORED, Record, StepResult, Trainer, train_in_process
+
+SETTINGS = [
+    "precision=fp64",
+    "model.layers=2",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.sequence=8",
+    "batch.global=8",
+    "batch.micro=1",
+    "optimizer.warmup=1",
+    "optimizer.lr=1e-2",
+    "run.steps=10",
+]
+
+
+def _config(*overrides: str) -> Config:
+    return load_config(None, [*SETTINGS, *overrides])
+
+
+def _dataset(samples: int = 40, validation: int = 0) -> Dataset:
+    tokens = np.random.default_rng(5).integers(1, 256, 8 * samples + 1).astype(np.uint8)
+    return Dataset(tokens, 8, samples - validation, validation)
+
+
+def _single() -> Mesh:
+    """This process alone, on the ranks of a test too: the reference."""
+    mesh = object.__new__(Mesh)
+    mesh.ledger = Ledger()
+    for name in ("pp", "dp", "cp", "tp", "data", "model", "world"):
+        setattr(mesh, name, Axis.single(name))
+    return mesh
+
+
+def _same(record: Record, reference: Record) -> None:
+    assert record.losses == pytest.approx(reference.losses, rel=1e-9)
+    assert record.grad_norms == pytest.approx(reference.grad_norms, rel=1e-9)
+    assert record.parameters.keys() == reference.parameters.keys()
+    for name, values in reference.parameters.items():
+        # A key bias has no gradient in theory: what Adam makes of the rounding noise there is below 1e-11.
+        tolerance = max(1e-9 * float(values.abs().max()), 1e-11)
+        torch.testing.assert_close(record.parameters[name], values, rtol=0, atol=tolerance, msg=name)
+
+
+def test_a_run_repeats_itself_and_the_seed_matters() -> None:
+    first, again = (train_in_process(_config(), Mesh(), 3, dataset=_dataset()) for _ in range(2))
+    assert first.losses == again.losses
+    other = train_in_process(_config("run.seed=7"), Mesh(), 3, dataset=_dataset())
+    assert first.losses[0] != other.losses[0]
+    assert first.losses[0] == pytest.approx(np.log(256), abs=1.0)
+
+
+def test_the_steps_of_a_run_do_not_depend_on_the_micro_batch_or_on_evaluations() -> None:
+    reference = train_in_process(_config(), Mesh(), 3, dataset=_dataset())
+    _same(train_in_process(_config("batch.micro=4"), Mesh(), 3, dataset=_dataset()), reference)
+    trainer = Trainer(_config(), Mesh(), dataset=_dataset(44, validation=4))
+    losses = []
+    for _ in range(3):
+        trainer.evaluate()
+        losses.append(trainer.train_step().loss)
+    assert losses == pytest.approx(reference.losses, rel=1e-9)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_b123_reports_and_parameters_are_those_of_one_process_in_every_layout() -> None:
+    for schedule, dropout in (("1f1b", "0.0"), ("gpipe", "0.2")):
+        config = _config(f"parallel.schedule={schedule}", f"model.dropout={dropout}", f"model.attention_dropout={dropout}")
+        reference = Trainer(config, _single(), dataset=_dataset(44, 4))
+        expected = [reference.train_step() for _ in range(2)]
+        for sizes in ({"dp": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
+            mesh = Mesh(**sizes)
+            trainer = Trainer(config, mesh, dataset=_dataset(44, 4))
+            results = [trainer.train_step() for _ in range(2)]
+            for got, want in zip(results, expected, strict=True):
+                _same_step(got, want)
+            assert trainer.parameter_norm() == pytest.approx(reference.parameter_norm(), rel=1e-9)
+            assert trainer.parameter_count() == reference.parameter_count()
+            assert trainer.evaluate() == pytest.approx(reference.evaluate(), rel=1e-9)
+            mesh.close()
+
+
+def _same_step(got: StepResult, want: StepResult) -> None:
+    assert got.loss == pytest.approx(want.loss, rel=1e-9)
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-9)
+    assert (got.step, got.tokens, got.lr, got.skipped) == (want.step, want.tokens, want.lr, want.skipped)
+
+
+class _Masked:
+    """Batches whose labels are ignored by sample: `valid[i]` labels of sample i count."""
+
+    def __init__(self, valid: Sequence[int], rank: int, ranks: int, accumulation: int) -> None:
+        self.valid, self.rank, self.ranks, self.accumulation = valid, rank, ranks, accumulation
+
+    def at(self, visit: int) -> list[MicroBatch]:
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(1, 256, (len(self.valid), 9), generator=generator)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        for sample, count in enumerate(self.valid):
+            targets[sample, count:] = IGNORED
+        samples = torch.arange(len(self.valid))
+        mine = samples.reshape(self.accumulation, self.ranks, -1)[:, self.rank]
+        return [MicroBatch(chosen, inputs[chosen], targets[chosen]) for chosen in mine]
+
+
+def _masked(config: Config, mesh: Mesh, valid: Sequence[int]) -> tuple[Trainer, StepResult]:
+    trainer = Trainer(config, mesh)
+    trainer.batches = _Masked(valid, mesh.dp.rank, mesh.dp.size, trainer.parts.plan.accumulation)
+    return trainer, trainer.train_step()
+
+
+def _compare_masked(mesh: Mesh, valid: Sequence[int], *, micro: int) -> StepResult:
+    small = [f"batch.global={len(valid)}", f"batch.micro={micro}", "optimizer.clip=null"]
+    trainer, result = _masked(_config(*small), mesh, valid)
+    whole = [f"batch.global={len(valid)}", f"batch.micro={len(valid)}", "optimizer.clip=null"]
+    reference, expected = _masked(_config(*whole), _single(), valid)
+    _same_step(result, expected)
+    assert result.tokens == sum(valid)
+    for name, values in reference.full_parameters().items():
+        torch.testing.assert_close(trainer.full_parameters()[name], values, rtol=1e-9, atol=1e-10, msg=name)
+    return result
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_b015_b017_short_micro_batches_and_ranks_do_not_weigh_more() -> None:
+    _compare_masked(_single(), [3, 1], micro=1)
+    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}):
+        mesh = Mesh(**sizes)
+        _compare_masked(mesh, [7, 1], micro=1)
+        _compare_masked(mesh, [1, 8, 3, 2], micro=1)
+        mesh.close()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_b019_ranks_micro_batches_and_whole_steps_without_labels() -> None:
+    mesh = Mesh(dp=2)
+    _compare_masked(mesh, [5, 0], micro=1)  # nothing on rank 1
+    _compare_masked(mesh, [5, 3, 0, 2], micro=1)  # one micro-batch of rank 0 is empty
+    trainer, result = _masked(_config("batch.global=2"), mesh, [0, 0])
+    assert (result.loss, result.tokens, result.grad_norm) == (0.0, 0, 0.0)
+    assert all(bool(values.isfinite().all()) for values in trainer.full_parameters().values())
+    state = trainer.parts.optimizer.local_state()
+    assert all(bool(value.isfinite().all()) for value in state.values() if isinstance(value, torch.Tensor))
+    mesh.close()
+
+
+class _FixedLoss:
+    """Stands in for the model's loss: the micro-batch's first sample number decides it, per token."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = values
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.values[int(targets[0, 0])] * targets.numel() + 0.0 * logits.sum()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_b020_the_reported_loss_is_the_global_mean_on_every_rank() -> None:
+    """Two micro-batches with losses 1 and 3 on dp 0, 5 and 7 on dp 1: 4.0, not the last, nor one rank's."""
+    for sizes in ({"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}):
+        mesh = Mesh(**sizes)
+        trainer = Trainer(_config("batch.global=4"), mesh, dataset=_dataset())
+        for stage in trainer.parts.pipeline.stages.values():
+            stage._loss = _FixedLoss([1.0, 5.0, 3.0, 7.0])  # visits 0, 1, 2, 3 are dealt 0 | 1 | 0 | 1
+        original = trainer.batches
+
+        class Numbered:
+            def at(self, visit: int, original: object = original, rank: int = mesh.dp.rank) -> list[MicroBatch]:
+                batches = original.at(visit)  # type: ignore[attr-defined]
+                return [
+                    replace(batch, targets=torch.full_like(batch.targets, 2 * number + rank))
+                    for number, batch in enumerate(batches)
+                ]
+
+        trainer.batches = Numbered()
+        assert trainer.train_step().loss == pytest.approx(4.0)
+        mesh.close()
+
+
+@pytest.mark.ranks(8, timeout=120)
+def test_b110_a_replica_shares_its_samples_and_replicas_share_none() -> None:
+    mesh = Mesh(dp=2, tp=2, pp=2)
+    trainer = Trainer(_config("batch.global=16", "batch.micro=2"), mesh, dataset=_dataset())
+    ids = torch.cat([batch.samples for batch in trainer.batches.at(0)])
+    everyone = all_gather(ids.unsqueeze(0), mesh.world).tolist()
+    for rank, samples in enumerate(everyone):
+        replica = rank // 2 % 2
+        assert samples == everyone[2 * replica]
+    assert len(set(everyone[0]) | set(everyone[2])) == 16
+    assert not set(everyone[0]) & set(everyone[2])
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    parts = Trainer(_config(), Mesh(), dataset=_dataset()).parts
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in parts.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in parts.module.named_parameters():
+        assert decay[id(parameter)] == (0.1 if name.endswith("weight") and "norm" not in name else 0.0), name
+
+
+def test_bf16_trains_and_fp64_stays_fp64() -> None:
+    record = train_in_process(_config("precision=bf16"), Mesh(), 6, dataset=_dataset())
+    assert record.losses[-1] < record.losses[0]
+    assert record.parameters["norm.weight"].dtype == torch.bfloat16
+    assert train_in_process(_config(), Mesh(), 1, dataset=_dataset()).parameters["norm.weight"].dtype == torch.float64
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_or_stops() -> None:
+    trainer = Trainer(_config(), Mesh(), dataset=_dataset())
+    before = trainer.full_parameters()
+    with torch.no_grad():
+        trainer.parts.module.norm.weight[3] = float("nan")
+    result = trainer.train_step()
+    assert result.skipped
+    assert np.isnan(result.loss)
+    after = trainer.full_parameters()
+    assert torch.equal(before["embedding.weight"], after["embedding.weight"])
+    stopping = Trainer(_config("guard.nonfinite=stop"), Mesh(), dataset=_dataset())
+    with torch.no_grad():
+        stopping.parts.module.norm.weight[3] = float("nan")
+    with pytest.raises(FloatingPointError):
+        stopping.train_step()
