@@ -537,6 +537,25 @@ def test_b043_gradients_are_reduced_once_per_step_when_they_are_final() -> None:
             assert float(stage.weight.grad) == micro_batches
 
 
+@pytest.mark.ranks(2)
+def test_a_parameter_of_two_stages_on_one_rank_is_final_after_both() -> None:
+    mesh = Mesh(pp=2)
+    plan = made_of("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+                   rank_of_stage=(0, 1, 1, 0), micro_batches=2)  # fmt: skip
+    first, last = Constant(), Constant()
+    last.weight = first.weight  # on rank 0 stages 0 and 3, on rank 1 stages 1 and 2
+    pipeline = Pipeline([first, last], mesh.pp, plan)
+    finals: list[float] = []
+
+    def listen(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        finals.append(float(parameter.grad))
+
+    comm.gradient_work(first.weight).subscribe(first.weight, listen)
+    pipeline.step([torch.zeros(())] * 2)
+    assert finals == [4.0]
+
+
 class Failing(nn.Module):
     """Raises in the backward of its second micro-batch."""
 

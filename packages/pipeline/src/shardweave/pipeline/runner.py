@@ -42,7 +42,7 @@ class Pipeline:
 
     Stages are called as ``module(value, **keywords)``, or ``module(*values, **keywords)`` when the stage
     before returned a tuple. They pass on a tensor or a tuple of tensors; integer and boolean tensors carry
-    no gradient.
+    no gradient. What a stage returned must not be changed in place: it may still be on its way.
 
     Gradients of all micro-batches add up in ``parameter.grad``, in ascending order. Through
     ``comm.gradient_work`` a parameter's gradient counts as final with the last backward of its stage, so that
