@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardweave import comm
 from shardweave.comm import Axis, DropoutStreams, Mesh, combine_keys, keyed_dropout
-from shardweave.tensor_parallel import ParallelAttention, Rotary, alibi_slopes, check_replicas
+from shardweave.tensor_parallel import Alibi, ParallelAttention, Rotary, alibi_slopes, check_replicas
 
 
 class Reference(nn.Module):
@@ -195,6 +195,8 @@ def test_contradicting_options_are_named() -> None:
         ParallelAttention(12, 5, axis)
     with pytest.raises(ValueError, match=r"sequence_dim 1: in \[s, b, h\] the sequence is dim 0"):
         ParallelAttention(12, 6, axis, sequence_dim=1)
+    with pytest.raises(ValueError, match="ALiBi is for 4 heads, this layer has 6"):
+        ParallelAttention(12, 6, axis, alibi=Alibi(4))
     with pytest.raises(ValueError, match="rotary is for heads of 4 features, these have 2"):
         ParallelAttention(12, 6, axis, rotary=Rotary(4))
     with pytest.raises(ValueError, match=r"dropout 1.5 is not in \[0, 1\)"):

@@ -115,6 +115,19 @@ def test_moving_and_copying_place_again() -> None:
     assert adjacent(empty)
 
 
+def test_parameters_in_somebody_elses_buffers_stay_there() -> None:
+    layer = FusedColumnLinear(6, PARTS, Axis.single())
+    buffer = torch.zeros(2 * sum(p.numel() for p in layer.parameters()))
+    start = 0
+    for parameter in layer.parameters():  # weight, bias, weight, ...: not adjacent any more
+        parameter.data = buffer[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    layer.to(torch.float32)
+    assert all(
+        p.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for p in layer.parameters()
+    )
+
+
 def test_layers_that_do_not_belong_together_are_refused() -> None:
     axis = Axis.single()
     with pytest.raises(ValueError, match="at least one part"):

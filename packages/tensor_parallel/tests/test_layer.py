@@ -33,6 +33,11 @@ def test_records_survive_copying_and_moving() -> None:
         copies = [deepcopy(layer), layer.to_empty(device="cpu"), layer.to(torch.float64), deepcopy(layer)]
         for copy in copies:
             assert {name: sharding_of(parameter) for name, parameter in copy.named_parameters()} == records
+        loaded = deepcopy(layer)
+        loaded.load_state_dict(
+            {name: torch.zeros_like(p) for name, p in layer.named_parameters()}, assign=True
+        )
+        assert {name: sharding_of(parameter) for name, parameter in loaded.named_parameters()} == records
         assert {id(p) for p in copies[-1].parameters()}.isdisjoint({id(p) for p in layer.parameters()})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from packages.tensor_parallel.tests.reference import F64, assert_near, values
 
-from shardweave.tensor_parallel import Rotary, alibi_bias, alibi_slopes
+from shardweave.tensor_parallel import Alibi, Rotary, alibi_bias, alibi_slopes
 
 
 def test_rotation_is_multiplication_by_a_complex_number() -> None:
@@ -68,3 +68,17 @@ def test_bias_is_zero_on_the_diagonal_and_linear_in_distance() -> None:
     assert bias.shape == (2, 4, 4)
     assert bias[0, 3].tolist() == [-1.5, -1.0, -0.5, 0.0]
     assert bias[1, 3].tolist() == [-0.75, -0.5, -0.25, 0.0]
+
+
+def test_a_mask_is_made_once_and_for_the_heads_at_hand() -> None:
+    alibi = Alibi(6)
+    query = values(2, 3, 4, 8)
+    mask = alibi(query, 2, causal=True)
+    assert mask.shape == (1, 3, 4, 4)
+    assert mask is alibi(query, 2, causal=True)
+    expected = alibi_bias(torch.tensor(alibi_slopes(6)[2:5], dtype=F64), torch.arange(4))
+    assert_near(mask[0].tril(), expected.tril())
+    assert (mask[0][:, torch.ones(4, 4).triu(1).bool()] == -math.inf).all()
+    assert torch.equal(alibi(query, 2, causal=False)[0], expected)
+    assert not list(alibi.parameters())
+    assert not alibi.state_dict()

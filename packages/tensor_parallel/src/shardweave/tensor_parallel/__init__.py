@@ -6,12 +6,12 @@ fused                   :class:`FusedColumnLinear`, :class:`FusedLayers`, :func:
                         column-parallel layers over one input, in one product
 embedding               :class:`VocabParallelEmbedding`
 cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
-attention               :class:`ParallelAttention`, with :class:`Rotary`, :func:`alibi_slopes`,
-:func:`alibi_bias` parallelize             :func:`parallelize`: split the layers of a module that exists, by a
-plan of names replicas                :func:`mark_partial`, :func:`check_replicas`: parameters that are not
-split features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds
-what products                :func:`column_linear`, :func:`row_linear`: the products as functions of given
-weights layer                   :class:`ParallelLayer`: base of the layers, keeps sharding records alive
+attention               :class:`ParallelAttention`, with :class:`Rotary`, :class:`Alibi`
+parallelize             :func:`parallelize`: split the layers of a module that exists, by a plan of names
+replicas                :func:`mark_partial`, :func:`check_replicas`: parameters that are not split
+features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds what
+products                :func:`column_linear`, :func:`row_linear`: the products as functions of given weights
+layer                   :class:`ParallelLayer`: base of the layers, keeps sharding records alive
 ======================  =====================================================================================
 
 Layers take the one axis whose ranks share their weights; ``sequence_dim`` turns sequence parallelism on.
@@ -21,7 +21,7 @@ Context parallelism (ring attention) and expert parallelism will be further modu
 from __future__ import annotations
 
 from ._version import __version__
-from .alibi import alibi_bias, alibi_slopes
+from .alibi import Alibi, alibi_bias, alibi_slopes
 from .attention import ParallelAttention
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
@@ -35,6 +35,7 @@ from .replicas import check_replicas, mark_partial
 from .rotary import Rotary
 
 __all__ = [
+    "Alibi",
     "ColumnParallelLinear",
     "FeatureSplit",
     "FusedColumnLinear",

@@ -6,9 +6,12 @@ these heads have in the whole model; slopes counted from the rank's own first he
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
 
-__all__ = ["alibi_bias", "alibi_slopes"]
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Alibi", "alibi_bias", "alibi_slopes"]
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
@@ -36,6 +39,49 @@ def alibi_bias(slopes: Tensor, positions: Tensor) -> Tensor:
     """
     distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # [s (query), s (key)]
     return slopes.view(-1, 1, 1) * distance.to(slopes.dtype)
+
+
+class Alibi(nn.Module):
+    """The additive attention mask of some heads of a model with ``heads`` heads.
+
+    It is as large as the scores of one sequence and the same in every layer, so the layers of a model should
+    share one instance, which keeps the mask of the last length. No parameters and no buffers.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.slopes = heads, alibi_slopes(heads)
+        self._cache: dict[tuple[object, ...], Tensor] = {}
+
+    def forward(self, x: Tensor, first: int, *, causal: bool, positions: Tensor | None = None) -> Tensor:
+        """The mask ``[1, n, s, s]`` for queries ``x`` ``[b, n, s, d]``, in their dtype.
+
+        ``x`` holds the model's heads ``first`` to ``first + n - 1``. ``causal`` adds minus infinity to later keys.
+        ``positions``: ``[s]``, ``0 .. s - 1`` when not given.
+        """
+        if positions is not None:
+            return self._mask(x, first, causal, positions.to(x.device))
+        key = (x.shape[1], x.shape[2], first, causal, x.device, x.dtype)
+        if key not in self._cache:
+            self._cache.clear()  # a run has one length; evaluation with another one must not collect them all
+            self._cache[key] = self._mask(x, first, causal, torch.arange(x.shape[2], device=x.device))
+        return self._cache[key]
+
+    def _mask(self, x: Tensor, first: int, causal: bool, positions: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        slopes = torch.tensor(self.slopes[first : first + x.shape[1]], dtype=wide, device=x.device)
+        mask = alibi_bias(slopes, positions)
+        if causal:
+            mask = mask.masked_fill(later_keys(x.shape[2], x.device), -math.inf)
+        return mask.to(x.dtype).unsqueeze(0)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"
+
+
+def later_keys(length: int, device: torch.device) -> Tensor:
+    """True where the key (column) comes after the query (row), ``[length, length]``."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def _geometric(heads: int) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardweave.comm import Axis, combine_keys, keyed_dropout
 
-from .alibi import alibi_bias, alibi_slopes
+from .alibi import Alibi, later_keys
 from .features import FeatureSplit, split_heads
 from .fused import FusedLayers, fused_linear
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -48,7 +48,7 @@ class ParallelAttention(FusedLayers):
         head_dim: features of a head; default: ``hidden / heads``.
         bias: whether the four projections have one.
         rotary: rotates queries and keys.
-        alibi: whether to add ALiBi's penalty.
+        alibi: whether to add ALiBi's penalty; the layers of a model should share one :class:`Alibi`.
         dropout: probability with which attention weights are dropped in training; see :meth:`forward`.
         causal: whether a token sees itself and earlier ones only.
         sequence_dim: with sequence parallelism the sequence's dimension: 0, or 1 with ``batch_first``.
@@ -71,7 +71,7 @@ class ParallelAttention(FusedLayers):
         head_dim: int | None = None,
         bias: bool = True,
         rotary: Rotary | None = None,
-        alibi: bool = False,
+        alibi: Alibi | bool = False,
         dropout: float = 0.0,
         causal: bool = True,
         sequence_dim: int | None = None,
@@ -96,7 +96,10 @@ class ParallelAttention(FusedLayers):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"attention dropout {dropout} is not in [0, 1)")
         self.heads, self.kv_heads, self.axis = heads, kv_heads, axis
-        self.dropout, self.causal, self.rotary, self.alibi = dropout, causal, rotary, alibi
+        self.dropout, self.causal, self.rotary = dropout, causal, rotary
+        self.alibi = (Alibi(heads) if alibi else None) if isinstance(alibi, bool) else alibi
+        if self.alibi is not None and self.alibi.heads != heads:
+            raise ValueError(f"ALiBi is for {self.alibi.heads} heads, this layer has {heads}")
         query, keys = split_heads(heads, self.head_dim, axis), split_heads(kv_heads, self.head_dim, axis)
         self.first_head = query.start // self.head_dim
 
@@ -111,7 +114,6 @@ class ParallelAttention(FusedLayers):
         self.output = RowParallelLinear(
             query, hidden, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
         )
-        self._mask_cache: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
         self.place()
 
     def fused(self) -> Sequence[ColumnParallelLinear]:
@@ -143,7 +145,7 @@ class ParallelAttention(FusedLayers):
         if dropping and keys is not None:
             mixed = self._core_with_dropout(query, key, value, positions, keys)
         else:
-            mask = self._mask(query, positions) if self.alibi else None
+            mask = self._alibi_mask(query, positions)
             mixed = F.scaled_dot_product_attention(
                 query,
                 key,
@@ -162,37 +164,22 @@ class ParallelAttention(FusedLayers):
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, heads_r, s, s]
-        if self.causal or self.alibi:
-            scores = scores + self._mask(query, positions)
+        mask = self._alibi_mask(query, positions)
+        if mask is not None:
+            scores = scores + mask
+        elif self.causal:
+            scores = scores.masked_fill(later_keys(query.shape[2], query.device), -math.inf)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(scores.dtype)
         numbers = torch.arange(query.shape[1], device=keys.device) + self.first_head
         masks = combine_keys(keys.t().unsqueeze(1), numbers.view(1, -1, 1))  # [b, heads_r, s (query)]
         return keyed_dropout(weights, self.dropout, masks) @ value
 
-    def _mask(self, query: Tensor, positions: Tensor | None) -> Tensor:
-        """What is added to the scores, ``[1, heads_r or 1, s, s]``; kept for one length, not a buffer."""
-        length = query.shape[-2]
-        if positions is not None and self.alibi:
-            return self._new_mask(length, positions.to(query.device), query.dtype)
-        cached = (length, query.device, query.dtype)
-        if cached not in self._mask_cache:
-            self._mask_cache.clear()
-            self._mask_cache[cached] = self._new_mask(
-                length, torch.arange(length, device=query.device), query.dtype
-            )
-        return self._mask_cache[cached]
-
-    def _new_mask(self, length: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        wide = torch.promote_types(dtype, torch.float32)
-        mask = torch.zeros(1, length, length, dtype=wide, device=positions.device)
-        if self.alibi:
-            local = alibi_slopes(self.heads)[self.first_head : self.first_head + self.heads // self.axis.size]
-            mask = alibi_bias(torch.tensor(local, dtype=wide, device=positions.device), positions)
-        if self.causal:
-            later = torch.ones(length, length, dtype=torch.bool, device=positions.device).triu(1)
-            mask = mask.masked_fill(later, float("-inf"))
-        return mask.to(dtype).unsqueeze(0)
+    def _alibi_mask(self, query: Tensor, positions: Tensor | None) -> Tensor | None:
+        if self.alibi is None:
+            return None
+        mask: Tensor = self.alibi(query, self.first_head, causal=self.causal, positions=positions)
+        return mask
 
     def _heads(self, features: Tensor) -> Tensor:
         """``[s, b, n d]`` (or ``[b, s, n d]``) to ``[b, n, s, d]``, a view."""
@@ -207,7 +194,7 @@ class ParallelAttention(FusedLayers):
     def extra_repr(self) -> str:
         return (
             f"heads={self.heads} (here {self.heads // self.axis.size}), kv_heads={self.kv_heads}, "
-            f"head_dim={self.head_dim}, causal={self.causal}, alibi={self.alibi}, dropout={self.dropout}, "
+            f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}, "
             f"axis={self.axis.name}:{self.axis.size}"
         )
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardweave.comm import Axis
 
-from .adjacency import place_adjacent
+from .adjacency import joined, place_adjacent
 from .features import FeatureSplit
 from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, check_features
@@ -60,23 +60,36 @@ class FusedLayers(ParallelLayer):
         Raises:
             ValueError: when the layers do not read the same input in the same way.
         """
-        layers = self.fused()
-        _check_alike(layers)
-        place_adjacent([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if biases:
-            place_adjacent(biases)
+        _check_alike(self.fused())
+        for group in self._groups():
+            place_adjacent(group)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self._together()
         super()._apply(fn, recurse)
-        if recurse:
-            self.place()
+        self._place_again(before)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copy = super().__deepcopy__(memo)
-        copy.place()
+        copy._place_again(self._together())
         return copy
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        """What lies together: weights behind weights, biases behind biases."""
+        layers = self.fused()
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return [[layer.weight for layer in layers], *([biases] if biases else [])]
+
+    def _together(self) -> list[bool]:
+        """Which groups lie together now, or would if they had memory."""
+        return [group[0].is_meta or joined(group) is not None for group in self._groups()]
+
+    def _place_again(self, before: Sequence[bool]) -> None:
+        """Only what lay together: parameters that an optimizer took into its own buffers stay there."""
+        for group, together in zip(self._groups(), before, strict=True):
+            if together:
+                place_adjacent(group)
 
 
 class FusedColumnLinear(FusedLayers):

@@ -41,6 +41,11 @@ class ParallelLayer(nn.Module):
         self._restore(before)
         return self
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any) -> None:
+        before = self._records()
+        super()._load_from_state_dict(state_dict, *arguments)  # with assign=True these are new parameters
+        self._restore(before)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
