@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from shardweave.comm import init
-from shardweave.comm.zygote import Entry, Zygote
+from shardweave.comm.zygote import PRELOAD, Entry, Zygote
 from shardweave.launcher.failures import Outcome
-from shardweave.launcher.processes import launch_local, start_zygote
+from shardweave.launcher.processes import launch_local
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ LIMIT = 10.0  # seconds: what the cases allow for an end
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    with start_zygote() as started:
+    with Zygote.start((*PRELOAD, "numpy", "shardweave.launcher.rank_entry")) as started:
         started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
         yield started
 
@@ -151,8 +151,9 @@ def test_b124_a_missing_entry_point_is_an_error(zygote: Zygote, tmp_path: Path) 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from shardweave.launcher.processes import launch_local, start_zygote
-zygote = start_zygote()
+from shardweave.comm.zygote import Zygote
+from shardweave.launcher.processes import launch_local
+zygote = Zygote.start()
 outcome = launch_local({entry!r}, {{"crash": {crash!r}}}, world_size=2, run_dir=Path({run_dir!r}),
                        on_line=lambda rank, line: print(rank, line, flush=True), zygote=zygote)
 print(outcome.failure, file=sys.stderr)
@@ -198,14 +199,18 @@ def test_b125_no_process_is_left(tmp_path: Path, how: str, status: int) -> None:
 # -- B126: ports ------------------------------------------------------------------------------------------
 
 
+TWO_RANKS = """
+import sys
+from pathlib import Path
+from shardweave.comm.zygote import Zygote
+from shardweave.launcher.processes import launch_local
+outcome = launch_local({entry!r}, {{"how": ""}}, world_size=2, run_dir=Path(sys.argv[1]), zygote=Zygote.start())
+sys.exit(outcome.exit_code)
+"""
+
+
 def test_b126_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from shardweave.launcher.processes import launch_local, start_zygote\n"
-        f"outcome = launch_local('{__name__}:end_as_told', {{'how': ''}}, world_size=2, "
-        "run_dir=Path(sys.argv[1]), zygote=start_zygote())\n"
-        "sys.exit(outcome.exit_code)"
-    )
+    script = TWO_RANKS.format(entry=f"{__name__}:end_as_told")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     jobs = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path / name)], env=environment)

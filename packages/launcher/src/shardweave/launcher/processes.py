@@ -16,22 +16,13 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from shardweave.comm.zygote import PRELOAD, Entry, EntryError, Zygote, ZygoteError
+from shardweave.comm.zygote import Entry, EntryError, Zygote, ZygoteError
 from shardweave.launcher.agent import STOP_SIGNALS, Job, LocalAgent
 from shardweave.launcher.failures import MACHINE_UNFIT, Failure, Outcome
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
 from shardweave.launcher.run_directory import RunDirectory
 
-__all__ = ["launch_local", "start_zygote"]
-
-
-def start_zygote(*modules: str) -> Zygote:
-    """Starts the process that will fork the ranks; call it before anything that starts a thread.
-
-    It returns at once. While this process reads its configuration, the zygote imports what ranks need, and
-    ``modules``: the one with the entry point among them saves its import at the start of the ranks.
-    """
-    return Zygote.start((*PRELOAD, "numpy", "shardweave.launcher.rank_entry", *modules))
+__all__ = ["launch_local"]
 
 
 def launch_local(
@@ -48,7 +39,8 @@ def launch_local(
 ) -> Outcome:
     """Runs ``entry(payload)`` on ``world_size`` ranks of this machine and waits for their end.
 
-    ``entry``: ``module:function``. ``payload`` is pickled to each rank, where ``RANK``, ``LOCAL_RANK``,
+    ``zygote``: started before this process had a second thread, with ``shardweave.launcher.rank_entry`` among
+    its imports. ``entry``: ``module:function``. ``payload`` is pickled to each rank, where ``RANK``, ``LOCAL_RANK``,
     ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are in the environment, as under torchrun; so
     ``shardweave.comm.init()`` works. ``port``: of the store on 127.0.0.1 where they meet; 0 for a free one.
 

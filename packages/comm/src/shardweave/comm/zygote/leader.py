@@ -79,6 +79,9 @@ def lead(owner: socket.socket, order: GroupOrder, descriptors: Sequence[int], *,
     except EntryError as error:
         send(owner, ("refused", error.reason, error.traceback))
         return
+    except OSError as error:  # the owner's directory is gone
+        send(owner, ("refused", str(error), ""))
+        return
     running = _fork(order, function, descriptors[2:], not_for_ranks=(owner, alarm))
     for number in descriptors[2:]:
         os.close(number)
@@ -120,13 +123,16 @@ def _fork(
     for rank, rank_order in enumerate(order.ranks):
         pid = os.fork()
         if pid == 0:
-            for ours in not_for_ranks:
-                ours.close()
-            for position, pipe in enumerate(pipes):
-                if position != rank:
-                    os.close(pipe)
-            order.surroundings.filter_warnings()
-            become_rank(rank_order, function, leader=leader, channel=pipes[rank] if pipes else None)
+            try:
+                for ours in not_for_ranks:
+                    ours.close()
+                for position, pipe in enumerate(pipes):
+                    if position != rank:
+                        os.close(pipe)
+                order.surroundings.filter_warnings()
+                become_rank(rank_order, function, leader=leader, channel=pipes[rank] if pipes else None)
+            finally:
+                os._exit(1)  # become_rank ends the process itself
         running[pid] = rank
     return running
 

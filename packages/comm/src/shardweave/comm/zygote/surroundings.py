@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from re import Pattern
-from typing import Any
 
 __all__ = ["Surroundings"]
 
@@ -21,20 +22,17 @@ class Surroundings:
     path: tuple[str, ...]
     """``sys.path``"""
     environment: Mapping[str, str]
-    filters: tuple[tuple[Any, str, Any, str, int], ...]
-    """Arguments of :func:`warnings.filterwarnings`, the first in force first."""
+    filters: tuple[bytes, ...]
+    """Pickled arguments of :func:`warnings.filterwarnings`, the first in force first. Pickled one by one, as a
+    category may be a class that only this process, or only a rank, can import."""
 
     @classmethod
     def here(cls) -> Surroundings:
-        return cls(
-            directory=os.getcwd(),
-            path=tuple(sys.path),
-            environment=dict(os.environ),
-            filters=tuple(
-                (action, _pattern(message), category, _pattern(module), line)
-                for action, message, category, module, line in warnings.filters
-            ),
-        )
+        filters = []
+        for action, message, category, module, line in warnings.filters:
+            with contextlib.suppress(pickle.PicklingError, AttributeError):
+                filters.append(pickle.dumps((action, _pattern(message), category, _pattern(module), line)))
+        return cls(os.getcwd(), tuple(sys.path), dict(os.environ), tuple(filters))
 
     def enter(self) -> None:
         """Takes everything over but the warning filters."""
@@ -45,8 +43,10 @@ class Surroundings:
 
     def filter_warnings(self) -> None:
         warnings.resetwarnings()
-        for action, message, category, module, line in self.filters:
-            warnings.filterwarnings(action, message, category, module, line, append=True)
+        for arguments in self.filters:
+            with contextlib.suppress(ImportError, AttributeError):
+                action, message, category, module, line = pickle.loads(arguments)  # noqa: S301 -- the owner's
+                warnings.filterwarnings(action, message, category, module, line, append=True)
 
 
 def _pattern(expression: Pattern[str] | str | None) -> str:
