@@ -11,8 +11,8 @@ from packages.models.tests.reference import FAMILIES, batch_of, build
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardweave.comm import DropoutStreams, Mesh, broadcast
-from shardweave.models import Transformer
+from shardweave.comm import Axis, DropoutStreams, Mesh, broadcast
+from shardweave.models import Transformer, parts_from_ranges
 from shardweave.models.block import Block
 from shardweave.models.dropout import Masks
 
@@ -47,6 +47,28 @@ def test_places_and_layers_have_masks_of_their_own() -> None:
             assert (left == right).float().mean().item() == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.parametrize(("hidden", "attention"), [(0.5, 0.0), (0.0, 0.5)], ids=["hidden", "attention"])
+def test_each_block_has_masks_of_its_own(hidden: float, attention: float) -> None:
+    """Blocks with equal weights and inputs, and the two places inside each of them."""
+    config = replace(CONFIG, dropout=hidden, attention_dropout=attention)
+    first, second = (Block(config, layer, Axis.single(), rotary=None, sequence_dim=None) for layer in (0, 1))
+    second.load_state_dict(first.state_dict())
+    places = torch.arange(8)
+    masks = Masks(_streams(), hidden=hidden, attention=attention, positions=places, local=places)
+    x = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(first(x, masks), first(x, masks))
+    assert not torch.equal(first(x, masks), second(x, masks))
+    seen: list[tuple[int, str]] = []
+
+    def record(x: Tensor, layer: int, place: str) -> Tensor:
+        seen.append((layer, place))
+        return x
+
+    masks.drop = record  # type: ignore[method-assign]
+    second(x, masks)
+    assert seen == [(1, "attention_output"), (1, "mlp_output")]
+
+
 def test_a_sample_has_its_mask_in_whatever_batch_it_comes() -> None:
     model = build(CONFIG)
     tokens, _ = batch_of(CONFIG)
@@ -61,10 +83,14 @@ def test_a_sample_has_its_mask_in_whatever_batch_it_comes() -> None:
     assert (model(tokens, streams=_streams(step=8)) - together).abs().max() > 1e-3
 
 
+def test_streams_of_another_batch_are_refused() -> None:
+    tokens, _ = batch_of(CONFIG)
+    with pytest.raises(ValueError, match=r"samples of shape \(2,\) for a micro-batch of 3"):
+        build(CONFIG)(tokens, streams=_streams(samples=SAMPLES[:2]))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_drop_what_the_whole_drops(family: str) -> None:
-    from shardweave.models import parts_from_ranges
-
     config = replace(FAMILIES[family], dropout=0.5, attention_dropout=0.5)
     tokens, _ = batch_of(config)
     x = tokens

@@ -128,7 +128,7 @@ def _expect_activations(
     part: Part | None = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Within half a percent (rotary tables, statistics that a kernel keeps narrow), with the core written out
+    """Within one percent (rotary tables, statistics that a kernel keeps narrow), with the core written out
     within two: autograd is not seen to keep its causal mask, which is there all the same."""
     model = Transformer(config, tensor=axis, part=part, sequence_parallel=sequence_parallel, dtype=dtype)
     tensor = axis.size if axis is not None else 1
@@ -137,7 +137,7 @@ def _expect_activations(
     logits = 0
     if model.part.head:
         logits = batch * 32 * -(-config.vocab // tensor) * dtype.itemsize
-    tolerance = 0.02 if config.attention_dropout else 0.005
+    tolerance = 0.02 if config.attention_dropout else 0.01
     assert _kept(model, batch) == pytest.approx(use.activations - logits, rel=tolerance)
 
 

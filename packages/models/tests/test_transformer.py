@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardweave import comm
 from shardweave.models import Part, Transformer, TransformerConfig, count_parameters, parameter_shapes
+from shardweave.models.dropout import Masks
 
 GPT2 = FAMILIES["gpt2"]
 
@@ -34,6 +35,34 @@ def test_equals_a_plain_implementation(family: str) -> None:
     for name, parameter in model.named_parameters():
         largest = max(float(weights[name].grad.abs().max()), 1e-3)
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=0, atol=1e-10 * largest, msg=name)
+
+
+def test_blocks_are_torchs_own_encoder_layers() -> None:
+    """``nn.TransformerEncoderLayer``, norm first, under a causal mask, is a block of the plainest family."""
+    config = replace(GPT2, activation="gelu")
+    model = build(config)
+    x = torch.randn(8, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for block in model.layers.values():
+        theirs = torch.nn.TransformerEncoderLayer(
+            16, 4, 64, dropout=0.0, activation="gelu", norm_first=True, dtype=torch.float64
+        )
+        ours = dict(block.named_parameters())
+        roles = ("query", "key", "value")
+        for kind in ("weight", "bias"):
+            stacked = torch.cat([ours[f"attention.{role}.{kind}"] for role in roles])
+            renamed = {
+                f"self_attn.in_proj_{kind}": stacked,
+                f"self_attn.out_proj.{kind}": ours[f"attention.output.{kind}"],
+                f"linear1.{kind}": ours[f"mlp.up.{kind}"],
+                f"linear2.{kind}": ours[f"mlp.down.{kind}"],
+                f"norm1.{kind}": ours[f"attention_norm.{kind}"],
+                f"norm2.{kind}": ours[f"mlp_norm.{kind}"],
+            }
+            theirs.load_state_dict(renamed, strict=False)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(8, dtype=torch.float64)
+        expected = theirs(x, src_mask=mask, is_causal=True)
+        masks = Masks(None, hidden=0.0, attention=0.0, positions=torch.arange(8), local=torch.arange(8))
+        torch.testing.assert_close(block(x, masks), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -51,7 +51,8 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     values, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    probabilities = torch.softmax(values.float() / temperature, dim=-1)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    probabilities = torch.softmax(values.to(wide) / temperature, dim=-1)
     return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator))
 
 

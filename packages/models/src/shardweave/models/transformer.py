@@ -15,6 +15,8 @@ The module tree spells the canonical parameter names, with global layer numbers,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -218,8 +220,15 @@ class Transformer(nn.Module):
         share = sequence // self.axis.size if self.sequence_parallel else sequence
         start = self.axis.rank * share if self.sequence_parallel else 0
         drops = self.training and (self.config.dropout > 0 or self.config.attention_dropout > 0)
-        if drops and streams is None:
-            streams = streams_from_torch(batch, self.axis, device)
+        if streams is None:
+            streams = streams_from_torch(batch, self.axis, device) if drops else None
+        elif streams.samples.shape != (batch,):
+            raise ValueError(
+                f"streams: samples of shape {tuple(streams.samples.shape)} for a micro-batch of {batch}; give the "
+                "global number of each sample"
+            )
+        else:
+            streams = replace(streams, samples=streams.samples.to(device))
         masks = Masks(
             streams if drops else None,
             hidden=self.config.dropout,
