@@ -40,16 +40,33 @@ def test_what_moved_is_noticed() -> None:
     assert joined(placed) is None
 
 
-def test_neighbours_in_different_storages_are_not_joined() -> None:
-    memory = torch.zeros(12, dtype=torch.float64)
-    first, second = memory[:6].view(2, 3), torch.from_numpy(memory.numpy()[6:]).view(2, 3)
+def test_neighbours_by_chance_are_not_joined() -> None:
+    memory = torch.zeros(12, dtype=torch.float64).numpy()
+    first, second = (torch.from_numpy(memory[part]).view(2, 3) for part in (slice(6), slice(6, 12)))
     assert second.data_ptr() == first.data_ptr() + 6 * 8
     assert joined([first, second]) is None
 
 
+def test_single_rows_may_have_any_stride() -> None:
+    flat = values(9)
+    first = flat.as_strided((1, 3), (100, 1))
+    assert first.is_contiguous()
+    together = joined([first, flat[3:9].view(2, 3)])
+    assert together is not None
+    assert torch.equal(together, flat.view(3, 3))
+
+
+def test_parts_without_rows() -> None:
+    empty = [nn.Parameter(torch.empty(0, 3)) for _ in range(2)]
+    place_adjacent(empty)
+    together = joined(empty)
+    assert together is not None
+    assert together.shape == (0, 3)
+
+
 def test_different_kinds_are_not_joined() -> None:
     flat = torch.zeros(24)
-    assert joined([flat[:6].view(2, 3), flat[6:12].view(3, 2)]) is None
+    assert joined([flat[:6].view(2, 3), flat[6:12].view(torch.int32).view(2, 3)]) is None
     assert joined([flat[:4].view(2, 2).t(), flat[4:8].view(2, 2)]) is None
     meta = [nn.Parameter(torch.empty(2, 3, device="meta")) for _ in range(2)]
     place_adjacent(meta)

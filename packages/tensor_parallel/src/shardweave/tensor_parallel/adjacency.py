@@ -22,26 +22,27 @@ __all__ = ["joined", "place_adjacent"]
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensors stacked along dim 0, as a view of the memory they share; ``None`` if they do not lie so.
 
-    Looks at storage and offset only, so it is cheap enough for every forward pass, and stays right when
-    somebody moves the parameters (an optimizer into its flat buffers, ``module.to`` to another device).
+    Looks at addresses only, so it is cheap enough for every forward pass, and stays right when somebody moves
+    the parameters (an optimizer into its flat buffers, ``module.to`` to another device). All have the same
+    number of columns.
     """
-    first = tensors[0]
     if len(tensors) == 1:
-        return first
-    if first.device.type == "meta" or any(not tensor.is_contiguous() for tensor in tensors):
+        return tensors[0]
+    filled = [tensor for tensor in tensors if tensor.numel()] or [tensors[0]]
+    first, rows = filled[0], 0
+    if first.is_meta:
         return None
-    memory, expected, rows = first.untyped_storage().data_ptr(), first.storage_offset(), 0
-    for tensor in tensors:
-        same_kind = tensor.dtype == first.dtype and tensor.shape[1:] == first.shape[1:]
-        if (
-            not same_kind
-            or tensor.storage_offset() != expected
-            or tensor.untyped_storage().data_ptr() != memory
-        ):
+    expected, width, dtype = first.data_ptr(), first.element_size(), first.dtype
+    for tensor in filled:
+        if tensor.data_ptr() != expected or tensor.dtype != dtype or not tensor.is_contiguous():
             return None
-        expected += tensor.numel()
+        expected += tensor.numel() * width
         rows += tensor.shape[0]
-    return first.detach().as_strided((rows, *first.shape[1:]), _row_major(first), first.storage_offset())
+    # Neighbours by chance are in different storages, and then the first one's ends where the second begins.
+    storage = first.untyped_storage()
+    if expected > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.detach().as_strided((rows, *first.shape[1:]), _row_major(first))
 
 
 def place_adjacent(parameters: Sequence[nn.Parameter]) -> None:
@@ -60,6 +61,7 @@ def place_adjacent(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _row_major(tensor: Tensor) -> tuple[int, ...]:
+    """Its strides, also where torch lets a dimension of size one have any."""
     strides = [1]
     for size in reversed(tensor.shape[1:]):
         strides.insert(0, strides[0] * size)

@@ -251,6 +251,8 @@ def _bias_gradients(
 
 def _cut(tensor: Tensor, weights: Sequence[Tensor], dim: int) -> tuple[Tensor, ...]:
     """``tensor`` cut along ``dim`` into as many rows, one after the other, as the weights have."""
+    if len(weights) == 1:
+        return (tensor,)
     return torch.split(tensor, [weight.shape[0] for weight in weights], dim)
 
 
