@@ -52,7 +52,8 @@ def _step(data: int, micro: int, step: int) -> list[np.ndarray]:
     plan = BatchPlan(global_batch=8, micro=micro, accumulation=8 // (data * micro), data=data)
     dataset = _dataset(401, 4)
     return [
-        Batches(dataset, SampleOrder(dataset.num_train, 3), plan, rank).samples(8 * step) for rank in range(data)
+        Batches(dataset, SampleOrder(dataset.num_train, 3), plan, rank).samples(8 * step)
+        for rank in range(data)
     ]
 
 

@@ -116,7 +116,7 @@ def test_other_misfits() -> None:
     )
     assert "`model.ffn: 2`" in _misfit("model.ffn=2", "parallel.tensor=4")
     both = _misfit("parallel.tensor=3", "parallel.pipeline=9")
-    assert len(both.splitlines()) == 3  # heads, sequence and layers at once
+    assert len(both.splitlines()) == 2  # heads and layers at once
 
 
 def test_uneven_vocabulary_width_and_layers_fit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_cosine() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[8] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 5 / 10)))
     assert rates[-1] == pytest.approx(0.1)
-    assert all(later < earlier for earlier, later in zip(rates[3:], rates[4:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[3:]))
 
 
 def test_linear_and_constant() -> None:

@@ -13,7 +13,8 @@ from shardweave.launcher.strict_yaml import load
 
 # The schema of the project's contract, every key with its default.
 CONTRACT = """
-run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, seed: 1234, device: auto, eval_every: 20, log_every: 1}
+run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, seed: 1234, device: auto,
+             eval_every: 20, log_every: 1}
 model:
   preset: null
   layers: 4

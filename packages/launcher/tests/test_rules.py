@@ -41,11 +41,11 @@ def test_b118_idle_settings_are_named_with_the_reason(override: str, reason: str
 
 def test_b118_chunks_with_one_stage_and_recompute_beyond_the_layers_are_errors() -> None:
     with pytest.raises(
-        ConfigError, match="`parallel.chunks: 2` has no effect because `parallel.pipeline` is 1"
+        ConfigError, match=r"`parallel.chunks: 2` has no effect because `parallel.pipeline` is 1"
     ):
         load_config(None, ["parallel.chunks=2"])
     with pytest.raises(
-        ConfigError, match="recompute: {every: 9}` has no effect because `model.layers: 4` is less"
+        ConfigError, match=r"recompute: {every: 9}` has no effect because `model.layers: 4` is less"
     ):
         load_config(None, ["recompute={every: 9}"])
 
@@ -70,7 +70,7 @@ def test_b118_defaults_written_out_are_never_idle() -> None:
 
 def test_a_learning_rate_below_the_default_floor_is_fine_and_below_an_asked_one_is_not() -> None:
     assert load_config(None, ["optimizer.lr=1e-5"]).optimizer.lr == 1e-5
-    with pytest.raises(ConfigError, match="`optimizer.min_lr: 0.5` is above `optimizer.lr: 0.1`"):
+    with pytest.raises(ConfigError, match=r"`optimizer.min_lr: 0.5` is above `optimizer.lr: 0.1`"):
         load_config(None, ["optimizer.lr=0.1", "optimizer.min_lr=0.5"])
 
 

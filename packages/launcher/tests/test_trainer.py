@@ -82,7 +82,8 @@ def test_the_steps_of_a_run_do_not_depend_on_the_micro_batch_or_on_evaluations()
 @pytest.mark.ranks(4, timeout=120)
 def test_b123_reports_and_parameters_are_those_of_one_process_in_every_layout() -> None:
     for schedule, dropout in (("1f1b", "0.0"), ("gpipe", "0.2")):
-        config = _config(f"parallel.schedule={schedule}", f"model.dropout={dropout}", f"model.attention_dropout={dropout}")
+        drop = [f"model.dropout={dropout}", f"model.attention_dropout={dropout}"]
+        config = _config(f"parallel.schedule={schedule}", *drop)
         reference = Trainer(config, _single(), dataset=_dataset(44, 4))
         expected = [reference.train_step() for _ in range(2)]
         for sizes in ({"dp": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
@@ -182,7 +183,9 @@ def test_b020_the_reported_loss_is_the_global_mean_on_every_rank() -> None:
         original = trainer.batches
 
         class Numbered:
-            def at(self, visit: int, original: object = original, rank: int = mesh.dp.rank) -> list[MicroBatch]:
+            def at(
+                self, visit: int, original: object = original, rank: int = mesh.dp.rank
+            ) -> list[MicroBatch]:
                 batches = original.at(visit)  # type: ignore[attr-defined]
                 return [
                     replace(batch, targets=torch.full_like(batch.targets, 2 * number + rank))
@@ -222,7 +225,10 @@ def test_bf16_trains_and_fp64_stays_fp64() -> None:
     record = train_in_process(_config("precision=bf16"), Mesh(), 6, dataset=_dataset())
     assert record.losses[-1] < record.losses[0]
     assert record.parameters["norm.weight"].dtype == torch.bfloat16
-    assert train_in_process(_config(), Mesh(), 1, dataset=_dataset()).parameters["norm.weight"].dtype == torch.float64
+    assert (
+        train_in_process(_config(), Mesh(), 1, dataset=_dataset()).parameters["norm.weight"].dtype
+        == torch.float64
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_or_stops() -> None:

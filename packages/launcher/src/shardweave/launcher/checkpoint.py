@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -216,7 +216,9 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
     _agree(trainer, _Verdict.REFUSED if refusal else _Verdict.FITS, refusal)
     # Rank 0 names the step; the others might see a directory that has changed in between.
     while True:
-        step = torch.tensor(found[0].index.step if found else -1, dtype=torch.int64, device=trainer.parts.device)
+        step = torch.tensor(
+            found[0].index.step if found else -1, dtype=torch.int64, device=trainer.parts.device
+        )
         chosen = int(broadcast(step, world))
         if chosen < 0:
             return None
@@ -273,7 +275,10 @@ def _write(trainer: Trainer, path: Path) -> FileEntry:
     tensors = {key: value.contiguous() for key, value in state.items() if isinstance(value, Tensor)}
     numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     metadata = {"state": json.dumps(numbers), "places": json.dumps(_places(trainer))}
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # a full disk, too, is one of these
+        raise OSError(f"{path} cannot be written: {error}") from None
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     return files.describe_file(path)
@@ -292,8 +297,8 @@ def _places(trainer: Trainer) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-        return tensors | json.loads(file.metadata()["state"])
+        numbers: dict[str, Any] = json.loads(file.metadata()["state"])
+        return numbers | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def _gather(trainer: Trainer, entry: FileEntry) -> dict[str, FileEntry]:
@@ -302,7 +307,8 @@ def _gather(trainer: Trainer, entry: FileEntry) -> dict[str, FileEntry]:
     mine = torch.tensor([list(raw)], dtype=torch.uint8, device=trainer.parts.device)
     rows = [bytes(row) for row in all_gather(mine, trainer.mesh.world).tolist()]
     return {
-        files.rank_file(rank): FileEntry(int.from_bytes(row[:8], "big"), row[8:].hex()) for rank, row in enumerate(rows)
+        files.rank_file(rank): FileEntry(int.from_bytes(row[:8], "big"), row[8:].hex())
+        for rank, row in enumerate(rows)
     }
 
 

@@ -31,8 +31,8 @@ __all__ = [
     "CheckpointError",
     "FileEntry",
     "Index",
-    "checkpoint_path",
     "check_file",
+    "checkpoint_path",
     "commit",
     "complete_checkpoints",
     "describe_file",
@@ -112,7 +112,9 @@ def read_index(path: Path) -> Index:
     try:
         marker, text = (path / "complete").read_text(), (path / "index.json").read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error.strerror}: {error.filename}") from None
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: {error.strerror}: {error.filename}"
+        ) from None
     if marker.strip() != sha256(text).hexdigest():
         raise CheckpointError(f"{path}/index.json is damaged: its checksum is not the one in {path}/complete")
     raw = json.loads(text)

@@ -33,12 +33,15 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("config", required=False, metavar="[CONFIG]")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
-@click.option("--dry-run", is_flag=True, help="Check everything and print layout, memory and batch; start nothing.")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE ...]")
+@click.option(
+    "--dry-run", is_flag=True, help="Check everything and print layout, memory and batch; start nothing."
+)
 @click.option("--print-config", is_flag=True, help="Print the resolved YAML and start nothing.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one.")
-def train(config: str | None, overrides: tuple[str, ...], dry_run: bool, print_config: bool, port: int) -> None:
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
+)
+def train(arguments: tuple[str, ...], dry_run: bool, print_config: bool, port: int) -> None:
     """Trains the run that the YAML file CONFIG describes, with KEY=VALUE overrides.
 
     Without CONFIG the defaults apply. Starts as many local ranks as the layout needs; under torchrun or srun (RANK
@@ -49,9 +52,7 @@ def train(config: str | None, overrides: tuple[str, ...], dry_run: bool, print_c
       shardweave train run.yaml parallel.tensor=2 optimizer.lr=3e-4
       torchrun --nproc-per-node 8 -m shardweave.launcher train run.yaml
     """
-    if config is not None and "=" in config and not Path(config).exists():
-        config, overrides = None, (config, *overrides)  # `shardweave train parallel.tensor=2`
-    request = Request(config=config, overrides=overrides, port=port)
+    request = Request.of(arguments, port=port)
     if print_config or dry_run:
         from shardweave.launcher import describe
 
@@ -68,8 +69,12 @@ def train(config: str | None, overrides: tuple[str, ...], dry_run: bool, print_c
 @cli.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="The text to continue.")
-@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many to sample.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest.")
+@click.option(
+    "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many to sample."
+)
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 def generate(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Samples text from a trained run, in one process: RUN is the run's directory, or one of its checkpoints.

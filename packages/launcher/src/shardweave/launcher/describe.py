@@ -40,7 +40,9 @@ def dry_run(request: Request) -> int:
     for warning in prepared.loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     rows = [*overview.header(), *overview.details()]
-    rows.append(("start", f"from step {found[0].index.step}: {found[0].path}" if found else "from the beginning"))
+    rows.append(
+        ("start", f"from step {found[0].index.step}: {found[0].path}" if found else "from the beginning")
+    )
     show_rows(Console(highlight=False), rows)
     return 0
 

@@ -66,11 +66,13 @@ def _number(value: Any) -> float:
 
 
 def _rate(value: float) -> str:
-    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+    return (
+        f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+    )
 
 
 def _tflops(value: float) -> str:
-    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
 
 
 class _Silent:

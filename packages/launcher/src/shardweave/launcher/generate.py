@@ -67,6 +67,11 @@ def _locate(path: Path) -> tuple[Path, Path]:
     found = complete_checkpoints(path / "checkpoints")
     if not found:
         raise ConfigError(
-            [Problem((), f"the run {path} has no whole checkpoint yet (checkpoint.every decides when one is saved)")]
+            [
+                Problem(
+                    (),
+                    f"the run {path} has no whole checkpoint yet (checkpoint.every decides when one is saved)",
+                )
+            ]
         )
     return path, found[-1][1]

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardweave import comm
 from shardweave.launcher.describe import fail
 from shardweave.launcher.display import make_display, show_rows
-from shardweave.launcher.prepare import MachineError, open_run, prepare
+from shardweave.launcher.prepare import MachineError, Prepared, open_run, prepare
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.rank import train
 from shardweave.launcher.request import Request
@@ -29,43 +29,50 @@ __all__ = ["train_joined"]
 
 MACHINE_UNFIT = 3
 USAGE_ERROR = 2
+PATIENCE = 5.0
+"""Seconds."""
 
 
 def train_joined(request: Request) -> NoReturn:
     """Trains as the rank that the environment describes, and ends the process."""
-    speaks = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
     try:
-        _recorded(request)
+        prepared = prepare(request, int(os.environ["WORLD_SIZE"]))
+        record(_train)(request, prepared)  # leaves a file from which torchrun tells whose traceback to show
     except ConfigError as error:
         status = USAGE_ERROR
-        if speaks:
-            fail(error)
+        _say_once(error)
     except MachineError as error:
         status = MACHINE_UNFIT
-        if speaks:
-            fail(error)
+        _say_once(error)
     else:
         status = 0
     comm.shutdown(status)
 
 
-def _recorded(request: Request) -> None:
-    """With the error file that torchrun reads the first failing rank's traceback from."""
-    record(_train)(request)
+def _say_once(error: Exception) -> None:
+    """A mistake that all ranks find is said by the first rank of each machine.
+
+    The others wait for it to end the job. If it does not, the mistake is theirs alone, and they say it.
+    """
+    if os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
+        time.sleep(PATIENCE)
+        print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
+    fail(error)
 
 
-def _train(request: Request) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    prepared = prepare(request, world_size)
+def _train(request: Request, prepared: Prepared) -> None:
     config = prepared.config
-    if rank != 0:
+    if os.environ["RANK"] != "0":
         train(config, RunDirectory.of(config), Reporter(record=lambda _: None, message=lambda _: None))
         return
     console = Console(highlight=False)
     for warning in prepared.loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if request.port:
-        print("warning: --port has no effect because these ranks were started by something else", file=sys.stderr)
+        print(
+            "warning: --port has no effect because these ranks were started by something else",
+            file=sys.stderr,
+        )
     run, _, aside = open_run(prepared.overview)
     show_rows(console, prepared.overview.header())
     if aside:

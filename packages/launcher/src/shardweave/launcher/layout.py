@@ -144,7 +144,7 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
         fitting = [size for size in _divisors(shape.heads) if kv % size == 0 or size % kv == 0]
         text = f"`parallel.tensor: {tensor}` and `model.kv_heads: {kv}` do not divide each other"
         yield Problem(where, f"{text}; use {alternatives(fitting)}")
-    if config.parallel.sequence and shape.sequence % tensor:
+    elif config.parallel.sequence and shape.sequence % tensor:
         text = f"`parallel.tensor: {tensor}` does not divide `model.sequence: {shape.sequence}`, and"
         text += " `parallel.sequence: true` cuts sequences over the tensor ranks"
         yield Problem(where, f"{text}; use parallel.sequence=false or another model.sequence")

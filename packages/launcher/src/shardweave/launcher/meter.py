@@ -47,8 +47,9 @@ class Meter:
         spent = {axis: after[axis] - before[axis] if axis in before else after[axis] for axis in after}
         mine = [
             seconds,
-            sum(traffic.seconds for traffic in spent.values()),
-            sum(traffic.exposed for traffic in spent.values()),
+            # Operations that are under way together add up to more than the step: no rank communicates longer.
+            min(seconds, sum(traffic.seconds for traffic in spent.values())),
+            min(seconds, sum(traffic.exposed for traffic in spent.values())),
             _memory(self._trainer.parts.device),
             *(float(spent[axis].sent) if axis in spent else 0.0 for axis in _AXES),
         ]
@@ -68,7 +69,7 @@ class Meter:
             mfu=None if self._peak is None else per_device / self._peak,
             comm_seconds=comm,
             comm_exposed_seconds=exposed,
-            comm_fraction=min(exposed / seconds, 1.0),
+            comm_fraction=exposed / seconds,
             comm_bytes={axis: int(count) for axis, count in zip(_AXES, sent, strict=True) if count},
             memory_gib=memory / 2**30,
             skipped=result.skipped,

@@ -97,8 +97,13 @@ class Overview:
         yield "model", f"{self.parameters:,} parameters: {_shape(shape)}"
         yield "layout", f"{self.layout} = {_count(self.layout.world_size, 'rank')}, {self._sharing()}"
         yield "batch", f"{self.plan}; {self.plan.global_batch * shape.sequence:,} tokens a step"
-        validation = f"{data.num_validation:,} more for validation" if data.num_validation else "no validation"
-        yield "data", f"{config.data.source}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}"
+        validation = (
+            f"{data.num_validation:,} more for validation" if data.num_validation else "no validation"
+        )
+        yield (
+            "data",
+            f"{config.data.source}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}",
+        )
         yield "memory", f"about {_bytes(self.largest.total)} on the fullest rank ({_kinds(self.largest)})"
 
     def details(self) -> Iterator[tuple[str, str]]:
@@ -108,12 +113,18 @@ class Overview:
             yield f"stage {stage}", _part(part)
             for replica in range(layout.data):
                 ranks = [layout.rank(pp=stage, dp=replica, tp=rank) for rank in range(layout.tensor)]
-                yield "", f"dp {replica}: " + "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks))
+                yield (
+                    "",
+                    f"dp {replica}: " + "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks)),
+                )
             for rank, use in enumerate(self.memory[stage]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
                 yield "", f"{who}{_bytes(use.total)} ({_kinds(use)})"
         work = flops(self.shape, batch=self.plan.global_batch)
-        yield "work", f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank"
+        yield (
+            "work",
+            f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank",
+        )
 
     def _sharing(self) -> str:
         config, layout = self.config, self.layout
@@ -126,7 +137,11 @@ class Overview:
 
 
 def _shape(shape: TransformerConfig) -> str:
-    heads = f"{shape.heads} heads" if shape.num_kv_heads == shape.heads else f"{shape.heads}/{shape.num_kv_heads} heads"
+    heads = (
+        f"{shape.heads} heads"
+        if shape.num_kv_heads == shape.heads
+        else f"{shape.heads}/{shape.num_kv_heads} heads"
+    )
     return (
         f"{_count(shape.layers, 'layer')}, hidden {shape.hidden}, {heads}, ffn {shape.ffn_size}, "
         f"vocabulary {shape.vocab}, sequence {shape.sequence}"
@@ -146,13 +161,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
         count /= 1024
-    else:
-        unit = "TiB"
-    return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+        units.pop(0)
+    return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
 
 
 def _kinds(use: MemoryUse) -> str:

@@ -76,8 +76,12 @@ def check_machine(overview: Overview) -> None:
     """
     config, ranks = overview.config, overview.layout.world_size
     accelerator = torch.accelerator.current_accelerator()
-    if config.run.device not in ("auto", "cpu") and (accelerator is None or accelerator.type != config.run.device):
-        raise MachineError(f"`run.device: {config.run.device}`: this machine has none; use run.device=auto or cpu")
+    if config.run.device not in ("auto", "cpu") and (
+        accelerator is None or accelerator.type != config.run.device
+    ):
+        raise MachineError(
+            f"`run.device: {config.run.device}`: this machine has none; use run.device=auto or cpu"
+        )
     if config.run.device != "cpu" and accelerator is not None and torch.accelerator.device_count() < ranks:
         raise MachineError(
             f"the layout {overview.layout} needs {ranks} {accelerator.type} devices and this machine has "
@@ -93,8 +97,9 @@ def _check_room(overview: Overview) -> None:
     wide = torch.promote_types(DTYPES[config.precision], torch.float32).itemsize
     needed = 3 * wide * overview.parameters
     place = _existing(RunDirectory.of(config).path)
-    free = shutil.disk_usage(place).free
-    if free < needed:
+    usage = shutil.disk_usage(place)
+    free = usage.free
+    if usage.total and free < needed:
         raise MachineError(
             f"{place} has {free / 2**30:.2f} GiB free and one checkpoint takes {needed / 2**30:.2f} GiB; free some "
             "space, or use another run.dir or checkpoint.every=0"

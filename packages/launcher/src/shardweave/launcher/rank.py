@@ -34,7 +34,9 @@ def main(payload: Mapping[str, Any]) -> None:
     """
     gc.enable()  # the zygote was forked without collections, see `local`
     config = Config.model_validate(payload["config"])
-    reporter = Reporter(record=lambda record: None, message=lambda text: print(f"{MESSAGE}{text}", flush=True))
+    reporter = Reporter(
+        record=lambda record: None, message=lambda text: print(f"{MESSAGE}{text}", flush=True)
+    )
     try:
         train(config, RunDirectory(Path(payload["directory"])), reporter)
     except ConfigError as error:
@@ -50,7 +52,9 @@ def train(config: Config, run: RunDirectory, reporter: Reporter) -> None:
     """
     layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
     if config.run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks: `comm` takes the accelerator it finds
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # before anything looks: `comm` takes the accelerator it finds
+        )
     comm.init(timeout=config.comm.timeout)
     mesh = Mesh(
         dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, timeout=config.comm.timeout

@@ -46,7 +46,9 @@ def check_same_data(trainer: Trainer) -> None:
     replicas: dict[int, list[int]] = {}
     for rank, (replica, *row) in enumerate(rows):
         if replicas.setdefault(replica, row) != row:
-            raise RuntimeError(f"rank {rank} has other samples for this step than the rest of replica {replica}")
+            raise RuntimeError(
+                f"rank {rank} has other samples for this step than the rest of replica {replica}"
+            )
     samples = [sample for row in replicas.values() for sample in row[2:]]
     distinct = trainer.dataset is None or len(samples) <= trainer.dataset.num_train
     if distinct and trainer.samples == 0 and len(set(samples)) < len(samples):

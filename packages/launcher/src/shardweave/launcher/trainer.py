@@ -15,6 +15,7 @@ One step::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -157,7 +158,7 @@ class Trainer:
         for parameter in self.parts.module.parameters():
             if counts_here(parameter, self.mesh.model):
                 total += parameter.detach().double().square().sum()
-        return float(all_reduce(total, self.mesh.model)) ** 0.5
+        return math.sqrt(float(all_reduce(total, self.mesh.model)))
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the whole model under its canonical name, in its full shape, on every rank.

@@ -47,7 +47,9 @@ def full_parameters(path: Path) -> dict[str, Tensor]:
                 _put(known, place["part"], begin, torch.ones(end - begin, dtype=torch.bool))
     missing = [parameter for parameter, known in seen.items() if not bool(known.all())]
     if missing or not full:
-        raise CheckpointError(f"{path} does not have every element of {', '.join(missing) or 'any parameter'}")
+        raise CheckpointError(
+            f"{path} does not have every element of {', '.join(missing) or 'any parameter'}"
+        )
     return full
 
 

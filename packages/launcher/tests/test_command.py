@@ -1,0 +1,264 @@
+"""The command as a person runs it: whole runs in processes of their own, and what is said when one cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shardweave.launcher import __version__
+from shardweave.launcher.cli import cli
+from shardweave.launcher.describe import dry_run, print_config
+from shardweave.launcher.metrics import read_metrics
+from shardweave.launcher.prepare import MachineError, check_machine, open_run, prepare
+from shardweave.launcher.reading import load_config
+from shardweave.launcher.request import Request
+
+COMMAND = [sys.executable, "-m", "shardweave.launcher"]
+QUICKSTART = Path(load_config.__code__.co_filename).with_name("quickstart.yaml")
+TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
+TINY = """
+run: {name: tiny, steps: 4, eval_every: 2}
+model: {layers: 2, hidden: 16, heads: 2, sequence: 16}
+data: {source: text.txt}
+parallel: {tensor: 2}
+batch: {global: 4, micro: 2}
+checkpoint: {every: 2}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a text and a configuration of two ranks."""
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+
+
+def _start(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=place,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> tuple[int, str, str]:
+    with _start(place, *arguments, command=command) as process:
+        out, err = process.communicate(timeout=150)
+    return process.returncode, out, err
+
+
+@pytest.mark.timeout(400)
+def test_a_run_from_start_to_text(place: Path) -> None:
+    status, out, err = _run(place, "train", "tiny.yaml", "run.stop_after=2")
+    assert (status, err) == (0, "")
+    assert "dp1 × tp2 × pp1 = 2 ranks" in out
+    assert "step 1/4  loss " in out
+    run = place / "runs" / "tiny"
+    assert load_config(run / "config.yaml").parallel.data == 1
+    ranks = json.loads((run / "ranks.json").read_text())["ranks"]
+    assert [(rank["rank"], rank["coordinates"]["tp"]) for rank in ranks] == [(0, 0), (1, 1)]
+    assert all(rank["host"] and rank["pid"] > 1 for rank in ranks)
+    assert {path.name for path in (run / "ranks").glob("*.log")} == {"rank-00000.log", "rank-00001.log"}
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+
+    status, out, err = _run(place, "train", "tiny.yaml")
+    assert (status, err) == (0, "")
+    assert "resumed from " in out
+    assert "step 2/4" not in out
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
+    assert lines[0]["comm_bytes"]["tp"] > 0
+    assert lines[0]["tokens"] == 64
+    assert lines[0]["mfu"] is None
+    for label in ("done ", "metrics ", "checkpoint ", "next "):
+        assert f"\n{label}" in out
+    assert "shardweave generate runs/tiny" in out
+
+    status, out, err = _run(place, "train", "tiny.yaml")
+    assert (status, err) == (0, "")
+    assert "4 steps already complete" in out
+
+    status, out, err = _run(place, "generate", "runs/tiny", "--prompt", "It is", "--tokens", "20")
+    assert (status, err) == (0, "")
+    assert out.startswith("It is")
+    assert len(out.encode()) >= 5 + 20
+
+
+@pytest.mark.timeout(400)
+def test_mistakes_end_with_their_status_and_one_paragraph(place: Path) -> None:
+    (place / "typo.yaml").write_text("parallel:\n  tensr: 2\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases = {
+            ("typo.yaml",): (2, "typo.yaml:2: parallel.tensr: there is no such key"),
+            ("tiny.yaml", "--port", str(port)): (3, f"port {port} on 127.0.0.1 is taken"),
+            ("tiny.yaml", "run.dir=/proc/nowhere"): (3, "cannot be made"),
+        }
+        for arguments, (expected, text) in cases.items():
+            status, _, err = _run(place, "train", *arguments)
+            assert status == expected, err
+            assert err.startswith("error: ")
+            assert text in err
+            assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("parallel.tensor=3", "`parallel.tensor: 3` does not divide `model.heads: 2`; use 1 or 2"),
+        ("data.source=empty.txt", "data.source: empty.txt holds no text"),
+        ("model.sequence=9998", "one sample takes model.sequence + 1 = 9999"),
+        ("zero.stage=3", "ZeRO stage 3 is not built yet"),
+        ("batch.global=5", "`batch.global: 5` is not a multiple of"),
+    ],
+)
+def test_a_dry_run_finds_every_mistake_of_a_start(
+    place: Path, override: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "empty.txt").write_text("")
+    assert dry_run(Request.of(["tiny.yaml", override])) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: command line: ")
+    assert text in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_machine_that_cannot_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    overview = prepare(Request.of(["tiny.yaml"])).overview
+    check_machine(overview)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(MachineError, match=r"has 0\.00 GiB free and one checkpoint takes"):
+        check_machine(overview)
+    if torch.accelerator.current_accelerator() is None:
+        overview = prepare(Request.of(["tiny.yaml", "run.device=cuda"])).overview
+        with pytest.raises(MachineError, match=r"`run.device: cuda`: this machine has none"):
+            check_machine(overview)
+
+
+def test_starting_over_sets_the_earlier_run_aside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    overview = prepare(Request.of(["tiny.yaml", "checkpoint.resume=never"])).overview
+    assert open_run(overview)[1:] == (0, None)
+    (place / "runs/tiny/metrics.jsonl").touch()
+    run, step, aside = open_run(overview)
+    assert (step, aside) == (0, Path("runs/tiny.1"))
+    assert not run.metrics.exists()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_rank_ends_the_run_and_is_named_first(place: Path) -> None:
+    process = _start(
+        place, "train", "tiny.yaml", "run.steps=100000", "checkpoint.every=0", "run.eval_every=0"
+    )
+    metrics = place / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while len(read_metrics(metrics)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [rank["pid"] for rank in json.loads((place / "runs/tiny/ranks.json").read_text())["ranks"]]
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 15
+    assert process.returncode == 128 + signal.SIGKILL
+    assert err.startswith("error: rank 1 on ")
+    assert "SIGKILL" in err.splitlines()[0]
+    assert "rank-00001.log" in err
+    assert not any(_alive(pid) for pid in pids)
+
+
+@pytest.mark.timeout(200)
+def test_ranks_that_torchrun_started_join(place: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    module = ["-m", "shardweave.launcher"]
+    status, out, err = _run(place, "train", "tiny.yaml", command=[*torchrun, "2", *module])
+    assert status == 0, err
+    assert out.count("\nstep 4/4  loss ") == 1
+    assert out.count("\nnext ") == 1
+    status, _, err = _run(place, "train", "tiny.yaml", command=[*torchrun, "3", *module])
+    assert status != 0
+    assert err.count("error: tiny.yaml:5: 3 ranks were started, which is not a multiple of 2") == 1
+
+
+def test_help_version_and_unknown_commands() -> None:
+    runner = CliRunner()
+    assert __version__ in runner.invoke(cli, ["--version"]).output
+    for command in ([], ["train"], ["generate"]):
+        text = runner.invoke(cli, [*command, "--help"]).output
+        assert "Example:" in text
+        assert "shardweave " in text
+    assert runner.invoke(cli, ["trian"]).exit_code == 2
+    assert runner.invoke(cli, ["train", "--dry-rum"]).exit_code == 2
+
+
+def test_b118_the_dry_run_shows_layout_stages_batch_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(Request.of([str(QUICKSTART), "run.dir=/tmp/none"])) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "dp2 × tp2 × pp2 = 8 ranks, ZeRO-1",
+        "16 sequences = 2 micro × 4 accumulation × 2 data",
+        "859,136 parameters",
+        "dp 1: rank 6 (tp 0)  rank 7 (tp 1)",
+        "block",
+        "activations",
+    ):
+        assert text in out
+    assert dry_run(Request.of(["parallel.tensor=3"])) == 2
+    assert "does not divide" in capsys.readouterr().err
+    assert dry_run(Request.of(["parallel.schedule=gpipe", "run.dir=/tmp/none"])) == 0
+    assert "has no effect because" in capsys.readouterr().err
+
+
+def test_the_printed_configuration_is_resolved_and_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_config(Request.of([str(QUICKSTART), "optimizer.lr=5e-4"])) == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    config = load_config(path)
+    assert (config.model.vocab, config.model.ffn, config.model.kv_heads) == (256, 512, 4)
+    assert (config.optimizer.lr, config.parallel.data) == (5e-4, 2)
+    assert print_config(Request.of(["run.stepz=3"])) == 2
+    assert "run.stepz" in capsys.readouterr().err
+
+
+def test_the_first_argument_is_a_file_unless_it_is_an_override(place: Path) -> None:
+    assert Request.of([]) == Request()
+    assert Request.of(["a.yaml", "x=1"], port=3) == Request("a.yaml", ("x=1",), 3)
+    assert Request.of(["x=1", "y=2"]) == Request(None, ("x=1", "y=2"))
+    odd = place / "lr=3.yaml"
+    odd.touch()
+    assert Request.of([str(odd)]) == Request(str(odd))
