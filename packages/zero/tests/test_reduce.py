@@ -304,3 +304,24 @@ def test_an_exception_inside_accumulate_leaves_nothing_held() -> None:
     optimizer.step()
     right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), 2, steps=1)
     assert_equal(net, right)
+
+
+@pytest.mark.ranks(2)
+def test_an_option_without_effect_says_so() -> None:
+    """A pipeline holds gradients: they are right, but whole, and asking for shards in between warns."""
+    axis = Mesh(dp=2).data
+    for between, expected in (
+        (True, pytest.warns(UserWarning, match="has no effect")),
+        (None, nullcontext()),
+    ):
+        weight = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        optimizer = ZeroOptimizer(
+            [weight], torch.optim.SGD, data=axis, stage=2, lr=1.0, shard_between_micro_batches=between
+        )
+        gradient_work(weight).hold()
+        weight.sum().backward()
+        gradient_work(weight).release()
+        weight.sum().backward()
+        with expected:
+            optimizer.step()
+        assert weight.tolist() == [-2.0] * 4

@@ -23,6 +23,7 @@ of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Para
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -68,7 +69,8 @@ class ZeroOptimizer(Optimizer):
     ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters.
     ``shard_between_micro_batches``: at stage 2, whether :meth:`accumulate` reduces each micro-batch and keeps
     only the shard (default: yes). ``False`` keeps whole gradients until the last one: as much memory as
-    stage 1 while accumulating, and the bytes of one reduction a step.
+    stage 1 while accumulating, and the bytes of one reduction a step. A pipeline that holds gradients over
+    its own micro-batches has them kept whole in any case; ``True`` then warns.
     ``nonfinite``: what all ranks do together when any gradient on any rank is infinite or NaN: ``"skip"`` the
     step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere,
     or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for losses that
@@ -139,6 +141,7 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._warn_when_kept_whole()
         self._reducer.finish()
         summary = self._norm.summarize(self._reducer.late, num_missing(self._units))
         if summary.late:
@@ -295,6 +298,16 @@ class ZeroOptimizer(Optimizer):
                     f"parameter {self._names[id(parameter)]} was frozen when ZeroOptimizer was built and has no place "
                     f"in it; build the optimizer after unfreezing"
                 )
+
+    def _warn_when_kept_whole(self) -> None:
+        if self._reducer.held_whole and self._options.shard_between_micro_batches:
+            self._reducer.held_whole = False
+            warnings.warn(
+                "shard_between_micro_batches=True has no effect on micro-batches inside a pipeline's step: it holds "
+                "their gradients, which stay whole until its last micro-batch; use accumulate() around steps, or "
+                "leave the option out",
+                stacklevel=4,
+            )
 
     def _decide(self, broken: bool) -> bool:
         """Whether all ranks skip this step."""

@@ -56,6 +56,9 @@ class Reducer:
         self._in_flight: deque[tuple[Unit, Tensor, Pending[Tensor]]] = deque()
         self._accumulating = 0
         self._touched = False
+        self.held_whole = False
+        """Whether someone else, a pipeline, held gradients over its micro-batches. Where those end is not said, so
+        they cannot close a cycle, and gradients stay whole."""
         self._subscriptions: list[Subscription] = []
         for number, unit in enumerate(self._order):
             for slot, parameter in enumerate(unit.parameters):
@@ -116,6 +119,8 @@ class Reducer:
             self._touched = True
             self._ready[number].add(slot)
             self._advance()
+        elif self._eager and not self._accumulating:
+            self.held_whole = True
 
     def _advance(self) -> None:
         while self._next < len(self._order):
