@@ -34,7 +34,7 @@ class TransformerConfig:
 
     Raises:
         ValueError: for a value that cannot be built; the text names the field, the value, the rule and the
-        way out.
+            way out.
     """
 
     layers: int

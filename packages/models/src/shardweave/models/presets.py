@@ -100,8 +100,7 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
 
     Raises:
         ValueError: for a name that is not there (the text lists all and names the nearest), or an override
-        that the
-            configuration's rules refuse.
+            that the configuration's rules refuse.
     """
     config = PRESETS.get(name)
     if config is None:
