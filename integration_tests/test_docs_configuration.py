@@ -30,5 +30,6 @@ def test_what_is_not_built_is_said_on_the_page() -> None:
 
 
 def test_every_block_of_keys_is_described() -> None:
-    for block in [*Config.blocks().values(), Config]:
+    blocks: list[type] = [*Config.blocks().values(), Config]
+    for block in blocks:
         assert f"::: {block.__module__}.{block.__name__}\n" in PAGE
