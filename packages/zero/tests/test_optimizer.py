@@ -363,7 +363,9 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
     net = model()
 
     def build(kind: Any = torch.optim.SGD, params: Any = None, **options: Any) -> None:
-        ZeroOptimizer(params or net.parameters(), kind, data=Axis.single(), lr=0.1, **options)
+        ZeroOptimizer(
+            net.parameters() if params is None else params, kind, data=Axis.single(), lr=0.1, **options
+        )
 
     refused: dict[str, dict[str, Any]] = {
         "not built yet; use stage 2": {"stage": 3},
@@ -380,7 +382,9 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
         "LBFGS looks at more than one element": {"kind": torch.optim.LBFGS},
         "pass the class": {"kind": torch.optim.SGD(net.parameters())},
         "given to ZeroOptimizer twice": {"params": [net.scale, net.scale]},
+        "given one tensor": {"params": net.last.weight},
         "only floating-point": {"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
+        "given no parameters": {"params": iter(())},
         "meta device": {"params": [nn.Parameter(torch.zeros(2, device="meta"))]},
     }
     for message, arguments in refused.items():
@@ -397,6 +401,23 @@ def test_no_groups_after_building() -> None:
     optimizer = ZeroOptimizer([net.scale], torch.optim.SGD, data=Axis.single(), lr=0.1)
     with pytest.raises(ValueError, match="give all groups when building"):
         optimizer.add_param_group({"params": [net.last.weight]})
+
+
+def test_every_way_to_give_parameters() -> None:
+    """Iterators, pairs, groups with one tensor, settings of their own that exclude the fused implementation."""
+    right, _ = one_process(lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), 1, steps=1)
+    for given in (
+        lambda net: net.parameters(),
+        lambda net: net.named_parameters(),
+        lambda net: [{"params": net.parameters()}],
+        lambda net: iter([{"params": net.named_parameters(), "foreach": True}]),
+        lambda net: [{"params": parameter} for parameter in net.parameters()],
+    ):
+        net = model()
+        optimizer = ZeroOptimizer(given(net), torch.optim.AdamW, data=Axis.single(), lr=0.1)
+        loss_of(net, batch(0, 0)).backward()
+        optimizer.step()
+        assert_equal(net, right)
 
 
 def test_names_from_named_parameters() -> None:

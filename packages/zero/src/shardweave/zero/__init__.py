@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from ._version import __version__
-from .layout import decay_groups
+from .groups import decay_groups
 from .offload import Offload
 from .optimizer import ZeroOptimizer
 from .precision import Formats, MixedPrecision

@@ -1,10 +1,9 @@
-"""From the user's parameter groups to units: names, checks, and that all ranks planned the same."""
+"""From parameters to planned units, with what has to be checked: here, and against the other ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,44 +13,7 @@ from shardweave.comm import Axis, Sharding, all_gather, sharding_of
 from .flat import memory_runs
 from .units import Member, UnitKey, UnitPlan, partial_axes, plan_units
 
-__all__ = ["check_agreement", "check_parameters", "decay_groups", "parameter_names", "plan"]
-
-
-def decay_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float, **settings: Any
-) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices with weight decay, norm weights, biases and scalars without.
-
-    What a parameter is follows from its sharding record (the full tensor's number of dims, or an explicit
-    ``decay``), never from a flattened or sliced local shape. ``settings`` go into both groups.
-    """
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in parameters:
-        (decayed if sharding_of(parameter).decays else others).append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay, **settings},
-        {"params": others, "weight_decay": 0.0, **settings},
-    ]
-
-
-def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """A unique name for every parameter, by ``id``.
-
-    The sharding record's canonical name; else the one given to the optimizer with the parameter; else its place
-    in the groups (``group0.3``).
-    """
-    names: dict[int, str] = {}
-    taken: set[str] = set()
-    for number, group in enumerate(groups):
-        given = group.get("param_names", [""] * len(group["params"]))
-        for place, (parameter, own) in enumerate(zip(group["params"], given, strict=True)):
-            name = sharding_of(parameter).name or own
-            if not name or name in taken:
-                name = f"group{number}.{place}"
-            taken.add(name)
-            names[id(parameter)] = name
-    return names
+__all__ = ["check_agreement", "check_parameters", "plan"]
 
 
 def check_parameters(

@@ -36,14 +36,15 @@ from shardweave.comm import Axis
 
 from . import state
 from .build import build_units
-from .layout import check_parameters, parameter_names
+from .groups import listed, parameter_names
+from .layout import check_parameters
 from .norm import NormRanges, clip_coefficient, describe_broken, scale_gradients
 from .offload import Offload
 from .options import Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
 from .reduce import Reducer
-from .shards import build_optimizer, check_elementwise, with_fused
+from .shards import build_optimizer, check_elementwise, fused_by_default
 from .unit import Unit
 from .units import UnitPlan
 
@@ -244,14 +245,10 @@ class ZeroOptimizer(Optimizer):
     # -- building --------------------------------------------------------------------------------------
 
     def _init_groups(self, params: Iterable[Any], arguments: dict[str, Any]) -> None:
-        given = list(params)
-        flat = [p for group in given for p in (group["params"] if isinstance(group, dict) else [group])]
-        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in flat]
-        if len({id(tensor) for tensor in tensors}) < len(tensors):
-            raise ValueError("a parameter was given to ZeroOptimizer twice; give each once, in one group")
-        super().__init__(given, {})
+        super().__init__(listed(params), {})
         parameters = [p for group in self.param_groups for p in group["params"]]
-        arguments.update(with_fused(self._kind, {p.device for p in parameters}, arguments))
+        spoken = arguments.keys() | {key for group in self.param_groups for key in group}
+        arguments.update(fused_by_default(self._kind, {p.device for p in parameters}, spoken))
         # Built over nothing, to ask it for its defaults and to have it refuse wrong arguments now.
         self.defaults = self._kind([{"params": []}], **arguments).defaults
         for group in self.param_groups:

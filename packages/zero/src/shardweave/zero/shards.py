@@ -14,7 +14,7 @@ gradient" stay each parameter's own, and torch's fused and foreach implementatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from .flat import FlatParameters
 from .precision import Formats
 
-__all__ = ["Piece", "Shard", "build_optimizer", "check_elementwise", "settings", "with_fused"]
+__all__ = ["Piece", "Shard", "build_optimizer", "check_elementwise", "fused_by_default", "settings"]
 
 # What these compute for one element depends on others (a matrix' rows, a line search over everything).
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
@@ -142,11 +142,13 @@ def check_elementwise(kind: type[Optimizer]) -> None:
         )
 
 
-def with_fused(
-    kind: type[Optimizer], devices: Iterable[torch.device], options: Mapping[str, Any]
+def fused_by_default(
+    kind: type[Optimizer], devices: Iterable[torch.device], spoken: Collection[str]
 ) -> dict[str, Any]:
-    """Chooses torch's fused implementation where it exists and the user said nothing about the matter."""
-    spoken = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
-    if spoken or any(kind not in _FUSED.get(device.type, ()) for device in devices):
-        return dict(options)
-    return {**options, "fused": True}
+    """``{"fused": True}`` where torch has a fused implementation and the user said nothing about the matter.
+
+    ``spoken``: names of the arguments the user gave, to the optimizer or to a group.
+    """
+    if {"fused", "foreach", "capturable", "differentiable"} & set(spoken):
+        return {}
+    return {"fused": True} if all(kind in _FUSED.get(device.type, ()) for device in devices) else {}

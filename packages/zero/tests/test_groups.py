@@ -8,7 +8,7 @@ from torch import nn
 
 from shardweave.comm import Axis, Mesh, Sharding, Split, name_parameters, set_sharding
 from shardweave.zero import ZeroOptimizer, decay_groups
-from shardweave.zero.layout import parameter_names
+from shardweave.zero.groups import parameter_names
 
 
 def test_decay_by_the_full_shape_and_by_the_record() -> None:

@@ -1,0 +1,76 @@
+"""Parameter groups: what users may give, what each parameter is called, and which of them decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardweave.comm import sharding_of
+
+__all__ = ["decay_groups", "listed", "parameter_names"]
+
+
+def listed(params: Iterable[Any]) -> list[Any]:
+    """The argument of a torch optimizer with its iterators written out, so that it can be read twice.
+
+    Parameters, ``(name, parameter)`` pairs, or groups: dicts with such under ``"params"``.
+    """
+    if isinstance(params, Tensor):
+        raise ValueError(
+            "ZeroOptimizer was given one tensor; give an iterable of parameters, [parameter] for one"
+        )
+    entries = list(params)
+    if not entries:
+        raise ValueError(
+            "ZeroOptimizer was given no parameters; has module.parameters() been used up before?"
+        )
+    groups: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            members = entry["params"]
+            entry = {**entry, "params": [members] if isinstance(members, Tensor) else list(members)}
+        groups.append(entry)
+    flat = [p for entry in groups for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in flat]
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("a parameter was given to ZeroOptimizer twice; give each once, in one group")
+    return groups
+
+
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, **settings: Any
+) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with weight decay, norm weights, biases and scalars without.
+
+    What a parameter is follows from its sharding record (the full tensor's number of dims, or an explicit
+    ``decay``), never from a flattened or sliced local shape. ``settings`` go into both groups.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        (decayed if sharding_of(parameter).decays else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay, **settings},
+        {"params": others, "weight_decay": 0.0, **settings},
+    ]
+
+
+def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """A unique name for every parameter, by ``id``.
+
+    The sharding record's canonical name; else the one given to the optimizer with the parameter; else its place
+    in the groups (``group0.3``).
+    """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for number, group in enumerate(groups):
+        given = group.get("param_names", [""] * len(group["params"]))
+        for place, (parameter, own) in enumerate(zip(group["params"], given, strict=True)):
+            name = sharding_of(parameter).name or own
+            if not name or name in taken:
+                name = f"group{number}.{place}"
+            taken.add(name)
+            names[id(parameter)] = name
+    return names
