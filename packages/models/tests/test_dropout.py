@@ -51,7 +51,7 @@ def test_places_and_layers_have_masks_of_their_own() -> None:
 def test_each_block_has_masks_of_its_own(hidden: float, attention: float) -> None:
     """Blocks with equal weights and inputs, and the two places inside each of them."""
     config = replace(CONFIG, dropout=hidden, attention_dropout=attention)
-    first, second = (Block(config, layer, Axis.single(), rotary=None, sequence_dim=None) for layer in (0, 1))
+    first, second = (Block(config, layer, Axis.single()) for layer in (0, 1))
     second.load_state_dict(first.state_dict())
     places = torch.arange(8)
     masks = Masks(_streams(), hidden=hidden, attention=attention, positions=places, local=places)

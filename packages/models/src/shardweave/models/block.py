@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardweave.comm import Axis
-from shardweave.tensor_parallel import ParallelAttention, Rotary
+from shardweave.tensor_parallel import Alibi, ParallelAttention, Rotary
 
 from .config import TransformerConfig
 from .dropout import Masks
@@ -20,7 +20,8 @@ __all__ = ["Block"]
 class Block(nn.Module):
     """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on hidden states ``[s, b, h]``.
 
-    ``layer``: the block's global number, by which its dropout is keyed. With ``sequence_dim`` 0 the hidden
+    ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
+    all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
     states are this rank's share of the sequence.
     """
 
@@ -30,8 +31,9 @@ class Block(nn.Module):
         layer: int,
         axis: Axis,
         *,
-        rotary: Rotary | None,
-        sequence_dim: int | None,
+        rotary: Rotary | None = None,
+        alibi: Alibi | None = None,
+        sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -47,7 +49,7 @@ class Block(nn.Module):
             head_dim=config.head_size,
             bias=config.use_bias,
             rotary=rotary,
-            alibi=config.position == "alibi",
+            alibi=alibi if alibi is not None else False,
             dropout=config.attention_dropout,
             sequence_dim=sequence_dim,
             device=device,

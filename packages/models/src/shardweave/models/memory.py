@@ -146,10 +146,10 @@ class _Kept:
         return total
 
     def constants(self) -> int:
-        """Masks that are added to scores, kept by each block for one length whatever the number of micro-batches."""
-        written_out = self.config.attention_dropout > 0
-        matrices = self.heads if self.config.position == "alibi" else int(written_out)
-        return len(self.part.layers) * matrices * self.length**2 * self.element
+        """ALiBi's mask, which all blocks and micro-batches share."""
+        if self.config.position != "alibi" or not self.part.layers:
+            return 0
+        return self.heads * self.length**2 * self.element
 
     def logits(self) -> int:
         """This rank's logits of one micro-batch, or their gradient."""
@@ -186,6 +186,8 @@ class _Kept:
         if self.config.attention_dropout:
             # Written out: keys and values are repeated for each query head, and products copy what is strided.
             scores = self.tokens * self.heads * self.length * (self.wide + _FLAG + self.element)
+            if self.config.position != "alibi":
+                scores += self.length**2 * _FLAG  # which keys come later
             queries = self.query if turned or self.batch > 1 else fused
             return scores + self.tokens * (queries + 3 * self.query) * self.element
         # torch's fused core keeps its inputs, its output and one number a row. Turned queries and keys are new

@@ -28,6 +28,7 @@ from shardweave.comm import (
     split_sizes,
 )
 from shardweave.tensor_parallel import (
+    Alibi,
     ColumnParallelLinear,
     Rotary,
     VocabParallelEmbedding,
@@ -107,13 +108,19 @@ class Transformer(nn.Module):
         if part.embedding and config.embedding_norm:
             self.embedding_norm = make_norm(config, partial_over=partial_over, device=meta, dtype=dtype)
         rotary = Rotary(config.head_size, base=config.rotary_base) if config.position == "rotary" else None
-        blocks = {
-            str(layer): Block(
-                config, layer, axis, rotary=rotary, sequence_dim=sequence_dim, device=meta, dtype=dtype
+        alibi = Alibi(config.heads) if config.position == "alibi" else None
+        self.layers = nn.ModuleDict()
+        for layer in part.layers:
+            self.layers[str(layer)] = Block(
+                config,
+                layer,
+                axis,
+                rotary=rotary,
+                alibi=alibi,
+                sequence_dim=sequence_dim,
+                device=meta,
+                dtype=dtype,
             )
-            for layer in part.layers
-        }
-        self.layers = nn.ModuleDict(blocks)
         if part.head:
             self.norm = make_norm(config, partial_over=partial_over, device=meta, dtype=dtype)
         if part.head and not config.tie_embeddings:
