@@ -89,7 +89,7 @@ def test_chunks_change_nothing() -> None:
     results = []
     for elements in (1 << 20, 6 * 7, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", elements)
+            patch.setattr(cross_entropy, "_CHUNK_ON_CPU", elements)
             logits = own.clone().requires_grad_()
             loss = vocab_parallel_cross_entropy(logits, targets, axis, vocab_size=12)
             loss.sum().backward()

@@ -214,6 +214,10 @@ def test_what_would_be_lost_is_refused() -> None:
     handle.remove()
     with pytest.raises(ValueError, match="pass sequence_dim"):
         parallelize(split, {"norm": "sequence"}, axis)
+    with pytest.raises(
+        ValueError, match=r"module 'blocks.0' .* 'blocks.0.query' in it is to be split \(column\)"
+    ):
+        parallelize(split, PLAN | {"blocks.0": "sequence"}, axis, sequence_dim=1)
     parallelize(split, PLAN, axis)
     with pytest.raises(ValueError, match="is a VocabParallelEmbedding"):
         parallelize(split, PLAN, axis)

@@ -45,7 +45,8 @@ def test_deferred_weight_gradients_are_the_same(ranks: int, sequence_dim: int | 
     fused = FusedColumnLinear(6, {"query": 8, "key": 4}, axis, sequence_dim=sequence_dim, dtype=F64)
     for layer in (column(axis, sequence_dim), row(axis, sequence_dim), fused):
         batches = [values(12, 3, 6, seed=seed) for seed in (4, 5)]
-        inputs = [part(x, axis, 2 if isinstance(layer, RowParallelLinear) else sequence_dim) for x in batches]
+        dim = 2 if isinstance(layer, RowParallelLinear) else sequence_dim
+        inputs = [part(x, axis, dim).clone().requires_grad_() for x in batches]
 
         def loss(x: Tensor, layer: nn.Module = layer) -> Tensor:
             y = layer(x)
@@ -67,6 +68,7 @@ def test_deferred_weight_gradients_are_the_same(ranks: int, sequence_dim: int | 
         assert [weight.grad for weight in weights] == [None] * len(weights)
         assert final == []
         queue.run()
+        assert not any(w.grad is None or w.grad.requires_grad for w in weights)  # no graph kept
         for found, right in zip(gradients(layer), expected, strict=True):
             assert_near(found, right)
         assert {id(weight) for weight in final} == {id(weight) for weight in weights}

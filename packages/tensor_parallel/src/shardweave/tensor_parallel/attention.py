@@ -32,8 +32,7 @@ __all__ = ["ParallelAttention"]
 
 
 class ParallelAttention(FusedLayers):
-    """Multi-head or grouped-query self-attention (Shoeybi et al., section 3; Ainslie et al.,
-    arXiv:2305.13245).
+    """Multi-head or grouped-query self-attention (Shoeybi et al., section 3; Ainslie et al. 2305.13245).
 
     Input and output are ``[s, b, h]``, or ``[b, s, h]`` with ``batch_first``, the same on every rank; with
     sequence parallelism this rank's part along the sequence. Parameters are ``query``, ``key``, ``value`` and
@@ -124,9 +123,9 @@ class ParallelAttention(FusedLayers):
         """Attention of all tokens to all (earlier) tokens.
 
         ``positions``: global positions ``[s]`` of the whole sequence's tokens, ``0 .. s - 1`` when not given;
-        for rotary and ALiBi. ``keys``: ``[s, b]`` int32, again of the whole sequence (also with sequence parallelism),
-        from :meth:`shardweave.comm.DropoutStreams.keys`: which attention weights are dropped depends on them and on
-        the head's number in the whole model, so the masks are the same in every layout.
+        for rotary and ALiBi. ``keys``: ``[s, b]`` int32, again of the whole sequence (also with sequence
+        parallelism), from :meth:`shardweave.comm.DropoutStreams.keys`: which attention weights are dropped
+        depends on them and on the head's number in the whole model, so masks are the same in every layout.
 
         Raises:
             ValueError: in training with dropout but without ``keys``.
@@ -137,9 +136,8 @@ class ParallelAttention(FusedLayers):
                 f"attention dropout {self.dropout} needs to know which tokens it masks: pass "
                 "keys=DropoutStreams(seed, step, samples).keys(layer, 'attention', positions), or set it to 0"
             )
-        query, key, value = (
-            self._heads(part) for part in fused_linear(x, self.fused())
-        )  # [b, heads_r, s, d]
+        # [b, heads_r, s, d] each
+        query, key, value = (self._heads(part) for part in fused_linear(x, self.fused()))
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         if dropping and keys is not None:

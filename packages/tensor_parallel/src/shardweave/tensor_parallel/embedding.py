@@ -99,7 +99,7 @@ class VocabParallelEmbedding(ParallelLayer):
         local = ids - self.split.start
         elsewhere = (local < 0) | (local >= self.split.length)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._own_padding())
-        return rows if self.axis.size == 1 else rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return rows if self.axis.size == 1 else rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
     def _own_padding(self) -> int | None:
         if self.padding_idx is None:

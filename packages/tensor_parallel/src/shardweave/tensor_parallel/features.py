@@ -59,8 +59,7 @@ def split_features(features: int, axis: Axis) -> FeatureSplit:
 
 
 def split_heads(heads: int, head_dim: int, axis: Axis) -> FeatureSplit:
-    """Whole heads of ``head_dim`` features: ``heads / ranks`` to a rank, or a head to ``ranks / heads``
-    ranks.
+    """Whole heads of ``head_dim`` features: ``heads / ranks`` to a rank, or a head to ``ranks / heads`` ranks.
 
     Raises:
         ValueError: when neither number divides the other.

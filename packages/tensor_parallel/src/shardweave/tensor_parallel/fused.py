@@ -47,7 +47,8 @@ class FusedLayers(ParallelLayer):
     """Base of modules whose column-parallel layers read one input: keeps their weights adjacent in memory.
 
     A subclass names the layers in :meth:`fused`, calls :meth:`place` once they exist, and computes them with
-    :func:`fused_linear`. Moving the module (``.to``, ``to_empty``, ``deepcopy``) places them again.
+    :func:`fused_linear`. Moving the module (``.to``, ``to_empty``, ``deepcopy``) places them again. The layers'
+    own ``forward``, and hooks on it, are not run.
     """
 
     @abstractmethod

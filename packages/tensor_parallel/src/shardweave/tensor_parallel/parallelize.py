@@ -36,16 +36,15 @@ def parallelize(
 ) -> nn.Module:
     """Splits layers of ``module`` over ``axis``, in place, and returns it.
 
-    ``plan`` maps name patterns to styles: ``{"layers.*.fc1": "column", "layers.*.fc2": "row", "embed":
-    "vocab"}``; ``*`` stands for one component of a name, ``**`` for any number.
+    ``plan`` maps name patterns to styles, such as ``{"layers.*.fc1": "column", "layers.*.fc2": "row"}``; ``*``
+    stands for one component of a name, ``**`` for any number.
 
     ================  ==============  ========================================================================
     style             replaces        by
     ================  ==============  ========================================================================
     ``column``        nn.Linear       :class:`ColumnParallelLinear`: output features split
     ``column:N``      nn.Linear       the same for a matrix of N fused blocks (``[q; k; v]``: 3), each split;
-    the
-                                      output is this rank's part of each block. Its parameters become N
+                                      the output is this rank's part of each block. Its parameters become
                                       separate ones (``qkv.0.weight``, ...)
     ``column_gather`` nn.Linear       output features split in memory, all of them returned
     ``row``           nn.Linear       :class:`RowParallelLinear`: input features split
@@ -69,10 +68,7 @@ def parallelize(
     split = {path: style for path, style in styles.items() if style.kind != "sequence"}
     for path in split:
         _check_replaceable(path, modules[path])
-    if sequence_dim is None and len(split) < len(styles):
-        raise ValueError(
-            "style 'sequence' marks what sees a part of the sequence; pass sequence_dim, or leave it out"
-        )
+    _check_sequence_styles(styles, sequence_dim)
     if check:
         _check_same({path: modules[path] for path in split}, axis)
     replaced: dict[int, nn.Module] = {}
@@ -85,14 +81,14 @@ def parallelize(
             return replaced[id(old)]
         parent, _, name = path.rpartition(".")
         setattr(modules[parent], name, replaced[id(old)])
-    for path in styles.keys() - split.keys():
-        mark_partial(modules[path], axis)
+    for path, style in styles.items():
+        if style.kind == "sequence":
+            mark_partial(modules[path], axis)
     return module
 
 
 class BlockColumnLinear(FusedLayers):
-    """A linear layer whose output consists of equal blocks, each split over the axis: ``[q; k; v]`` in one
-    matrix.
+    """A linear layer whose output consists of blocks, each split over the axis: ``[q; k; v]`` in one matrix.
 
     Input ``[..., in]``; output ``[..., blocks * block_r]``: this rank's part of each block, in order, so that
     the code that cut the output of the unsplit layer into blocks still does.
@@ -102,7 +98,6 @@ class BlockColumnLinear(FusedLayers):
         self, in_features: int, blocks: Sequence[int], axis: Axis, *, bias: bool, sequence_dim: int | None
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList()
         for index, features in enumerate(blocks):
             part = ColumnParallelLinear(
                 in_features, features, axis, bias=bias, sequence_dim=sequence_dim, device="meta"
@@ -215,13 +210,28 @@ def _check_replaceable(path: str, module: nn.Module) -> None:
             )
 
 
+def _check_sequence_styles(styles: Mapping[str, Style], sequence_dim: int | None) -> None:
+    for outer, style in styles.items():
+        if style.kind != "sequence":
+            continue
+        if sequence_dim is None:
+            raise ValueError(
+                "style 'sequence' marks what sees a part of the sequence; pass sequence_dim, or leave it out"
+            )
+        for inner, other in styles.items():
+            if other.kind != "sequence" and (not outer or inner.startswith(f"{outer}.")):
+                raise ValueError(
+                    f"module {outer!r} is to see a part of the sequence, but {inner!r} in it is to be split "
+                    f"({other}); name the norms themselves"
+                )
+
+
 def _check_same(modules: Mapping[str, nn.Module], axis: Axis) -> None:
     """Compares checksums of all weights over the ranks, in one small collective each way."""
-    named = dict(_weights(modules))
-    tensors = [tensor for tensor in named.values() if tensor.device.type != "meta"]
-    if axis.size == 1 or not tensors:
+    named = {name: tensor for name, tensor in _weights(modules) if not tensor.is_meta}
+    if axis.size == 1 or not named:
         return
-    sums = torch.stack([_checksum(tensor) for tensor in tensors])
+    sums = torch.stack([_checksum(tensor) for tensor in named.values()]).nan_to_num()
     low, high = all_reduce(sums.clone(), axis, "min"), all_reduce(sums.clone(), axis, "max")
     wrong = [name for name, same in zip(named, (low == high).tolist(), strict=True) if not same]
     if wrong:
@@ -240,5 +250,8 @@ def _weights(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """A number that depends on every element and its place."""
-    flat = tensor.flatten().to(torch.float64)
-    return flat @ torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    places = torch.linspace(1, 2, 1 << 20, dtype=torch.float64, device=tensor.device)
+    for index, piece in enumerate(tensor.flatten().split(1 << 20)):  # no second copy of a large weight
+        total += (index + 1) * (piece.to(torch.float64) @ places[: piece.numel()])
+    return total

@@ -118,7 +118,7 @@ def _check_ties(module: nn.Module, modules: Mapping[str, nn.Module], styles: Map
     for shared in users.values():
         layouts = {}
         for path, name in shared:
-            style = styles.get(path, Style("sequence"))
+            style = styles.get(path, Style("sequence"))  # stays whole, too
             dim = None if style.split_dim == 1 and name == "bias" else style.split_dim
             layouts[f"{path}.{name}"] = (
                 dim,

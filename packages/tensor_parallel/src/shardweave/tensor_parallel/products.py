@@ -63,8 +63,7 @@ def column_linear(
 
     Weights that lie one behind the other in memory take part in one product. Others are multiplied one by
     one: copying them together would cost their memory once more, in forward and in backward. The input's
-        gradient
-    is reduced once in both cases.
+    gradient is reduced once in both cases.
     """
     call = _new_call(x, axis, sequence_dim, len(weights))
     given = [bias for bias in biases if bias is not None]
@@ -213,7 +212,7 @@ def _now_or_later(
     if queue is None:
         return compute() if any(wanted) else [None] * len(weights)
     owed = [weight for weight, wants in zip(weights, wanted, strict=True) if wants]
-    queue.put(owed, lambda: _accumulate(weights, compute()))
+    queue.put(owed, lambda: _add_gradients(weights, compute))
     return [None] * len(weights)
 
 
@@ -256,8 +255,9 @@ def _cut(tensor: Tensor, weights: Sequence[Tensor], dim: int) -> tuple[Tensor, .
     return torch.split(tensor, [weight.shape[0] for weight in weights], dim)
 
 
-def _accumulate(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    for weight, gradient in zip(weights, gradients, strict=True):
+@torch.no_grad()  # outside of backward, the saved input would draw its whole graph into the gradient
+def _add_gradients(weights: Sequence[Tensor], compute: Callable[[], list[Tensor | None]]) -> None:
+    for weight, gradient in zip(weights, compute(), strict=True):
         if gradient is None:
             continue
         if weight.grad is None:
