@@ -223,7 +223,7 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
         if chosen < 0:
             return None
         candidate = next((one for one in found if one.index.step == chosen), None)
-        verdict, problem, state = _try_read(candidate, world.rank)
+        verdict, problem, state = _try_read(candidate, world.rank, trainer.parts.device)
         if _agree(trainer, verdict, refusal) is _Verdict.FITS and candidate is not None:
             _restore(trainer, candidate, state)
             return candidate.path
@@ -232,11 +232,15 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
         found = [one for one in found if one.index.step < chosen]
 
 
-def _try_read(found: Found | None, rank: int) -> tuple[_Verdict, str, dict[str, Any]]:
+def _try_read(found: Found | None, rank: int, device: torch.device) -> tuple[_Verdict, str, dict[str, Any]]:
     if found is None:
         return _Verdict.DAMAGED, "", {}
     try:
-        return _Verdict.FITS, "", _read(files.check_file(found.path, found.index, files.rank_file(rank)))
+        return (
+            _Verdict.FITS,
+            "",
+            _read(files.check_file(found.path, found.index, files.rank_file(rank)), device),
+        )
     except CheckpointError as error:
         return _Verdict.DAMAGED, str(error), {}
 
@@ -295,8 +299,8 @@ def _places(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
+def _read(path: Path, device: torch.device) -> dict[str, Any]:
+    with safe_open(path, framework="pt", device=str(device)) as file:
         numbers: dict[str, Any] = json.loads(file.metadata()["state"])
         return numbers | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
 

@@ -289,7 +289,7 @@ class Checkpoint(_Block):
     keep: Count = 2
     """How many of the newest are kept."""
     async_: Annotated[Flag, Field(alias="async")] = True
-    """Whether files are written while training goes on."""
+    """Whether files are written while training goes on. For now they are always written before the next step."""
     resume: Text = "auto"
     """``auto``: continue from the run directory's newest whole checkpoint; ``never``; or a checkpoint's path."""
 

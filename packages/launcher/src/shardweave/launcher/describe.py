@@ -37,7 +37,7 @@ def dry_run(request: Request) -> int:
         found = find_resumable(prepared.config, run.checkpoints, overview.layout)
     except ConfigError as error:
         return fail(error)
-    for warning in prepared.loaded.warnings:
+    for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     rows = [*overview.header(), *overview.details()]
     rows.append(

@@ -66,7 +66,7 @@ def _train(request: Request, prepared: Prepared) -> None:
         train(config, RunDirectory.of(config), Reporter(record=lambda _: None, message=lambda _: None))
         return
     console = Console(highlight=False)
-    for warning in prepared.loaded.warnings:
+    for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if request.port:
         print(

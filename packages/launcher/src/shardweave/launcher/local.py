@@ -58,7 +58,7 @@ def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
 
     config, overview = prepared.config, prepared.overview
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
-    for warning in prepared.loaded.warnings:
+    for warning in prepared.warnings:
         errors.print(f"warning: {warning}", markup=False)
     check_machine(overview)
     run, step, aside = open_run(overview)
@@ -83,7 +83,7 @@ def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
     try:
         outcome = launch_local(
             "shardweave.launcher.rank:main",
-            {"config": config.plain(), "directory": str(run.path.absolute())},
+            {"config": config.plain(), "directory": str(run.path)},
             world_size=overview.layout.world_size,
             run_dir=run.path,
             port=request.port,

@@ -46,6 +46,15 @@ class Prepared:
         """The configuration."""
         return self.loaded.config
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know before the start, a sentence each."""
+        data, share = self.overview.dataset, self.config.data.validation
+        if data.num_validation or not share:
+            return self.loaded.warnings
+        text = f"no validation: `data.validation: {share}` of {data.num_train} samples is less than one"
+        return (*self.loaded.warnings, text)
+
 
 def prepare(request: Request, world_size: int | None = None) -> Prepared:
     """Reads and checks a run; touches no file but the configuration and the data.

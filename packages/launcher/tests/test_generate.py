@@ -1,0 +1,75 @@
+"""Text from checkpoints, and what is said when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shardweave.comm import Mesh
+from shardweave.launcher.checkpoint import save
+from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.generate import generate_text, load_model
+from shardweave.launcher.reading import config_text, load_config
+from shardweave.launcher.shape import resolved
+from shardweave.launcher.trainer import Trainer
+
+SETTINGS = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.sequence=8", "batch.global=4"]
+
+
+def _run(path: Path) -> Trainer:
+    config = load_config(None, SETTINGS)
+    path.mkdir()
+    (path / "config.yaml").write_text(config_text(resolved(config, data=1)))
+    tokens = np.random.default_rng(5).integers(1, 256, 8 * 40 + 1).astype(np.uint8)
+    trainer = Trainer(config, Mesh(), dataset=Dataset(tokens, 8, 40, 0))
+    for _ in range(2):
+        trainer.train_step()
+        save(trainer, path / "checkpoints", keep=2)
+    return trainer
+
+
+def _sample(path: Path, prompt: str = "ab", *, temperature: float = 0.7, seed: int = 3) -> int:
+    return generate_text(path, prompt, tokens=12, temperature=temperature, seed=seed)
+
+
+def test_the_newest_checkpoint_or_the_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = _run(tmp_path / "run")
+    step1, step2 = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [_sample(tmp_path / "run"), _sample(step2), _sample(step1)] == [0, 0, 0]
+    first, second, other = (text for text in capsys.readouterr().out.split("ab") if text)
+    assert first == second != other
+    model = load_model(tmp_path / "run", step2)
+    for name, values in trainer.full_parameters().items():
+        assert torch.equal(model.get_parameter(name), values), name
+
+
+def test_a_seed_repeats_and_temperature_0_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(tmp_path / "run")
+    texts = []
+    for temperature, seed in ((0.7, 3), (0.7, 3), (0.7, 4), (0, 3), (0, 4)):
+        assert _sample(tmp_path / "run", temperature=temperature, seed=seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[3] == texts[4]
+
+
+def test_what_is_not_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _sample(tmp_path) == 2
+    assert "is not the directory of a run: it has no config.yaml" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("")
+    assert _sample(tmp_path) == 2
+    assert "has no whole checkpoint yet" in capsys.readouterr().err
+    _run(tmp_path / "run")
+    assert _sample(tmp_path / "run", "") == 2
+    assert "--prompt is empty" in capsys.readouterr().err
+    (tmp_path / "run" / "config.yaml").write_text("model: {layers: 3, hidden: 16, heads: 2}")
+    assert _sample(tmp_path / "run") == 2
+    assert "holds another model than" in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "rank-00000.safetensors").write_bytes(b"x")
+    assert _sample(tmp_path / "run") == 2
+    assert "should have" in capsys.readouterr().err

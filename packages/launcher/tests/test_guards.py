@@ -1,0 +1,57 @@
+"""Skipped steps and spikes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from shardweave.launcher.config import Guard
+from shardweave.launcher.guards import Guards, TrainingStopped
+from shardweave.launcher.trainer import StepResult
+
+
+def _step(step: int, loss: float = 2.0, **values: Any) -> StepResult:
+    return StepResult(
+        step=step, loss=loss, grad_norm=1.0, lr=0.1, **{"tokens": 8, "skipped": False, **values}
+    )
+
+
+def _guards(**settings: Any) -> Guards:
+    return Guards(Guard.model_validate(settings))
+
+
+def test_skips_are_said_and_too_many_in_a_row_stop() -> None:
+    guards = _guards(max_skips=2)
+    for step in (1, 2):
+        assert guards.check(_step(step, math.nan, skipped=True)) == (
+            f"step {step} was skipped: a gradient was not finite (norm 1.0)"
+        )
+    assert guards.check(_step(3)) is None
+    for step in (4, 5):
+        guards.check(_step(step, skipped=True))
+    with pytest.raises(TrainingStopped, match=r"the last 3 steps were skipped .* \(guard.max_skips: 2\)"):
+        guards.check(_step(6, skipped=True))
+
+
+def test_a_spike_is_warned_of_stopped_or_ignored() -> None:
+    for spike in ("warn", "stop", "off"):
+        guards = _guards(spike=spike)
+        for step in range(1, 20):
+            assert guards.check(_step(step, 2.0 + 0.05 * (step % 3))) is None
+        if spike == "stop":
+            with pytest.raises(TrainingStopped, match=r"the loss jumped to 9\.000"):
+                guards.check(_step(20, 9.0))
+        else:
+            assert (guards.check(_step(20, 9.0)) is None) == (spike == "off")
+
+
+def test_a_falling_loss_and_the_first_steps_are_no_spikes() -> None:
+    guards = _guards(spike="stop")
+    for step, loss in enumerate([5.5, 9.0, 5.0, *(5.0 * 0.9**n for n in range(40)), 1.0], start=1):
+        assert guards.check(_step(step, loss)) is None
+
+
+def test_a_step_without_tokens_is_said() -> None:
+    assert "no token to predict" in str(_guards().check(_step(1, 0.0, tokens=0)))
