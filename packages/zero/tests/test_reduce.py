@@ -10,7 +10,7 @@ import torch
 from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Mesh, WeightGradients, gradient_work
+from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, gradient_work
 from shardweave.zero import ZeroOptimizer
 
 STAGES = (0, 1, 2)
@@ -134,6 +134,24 @@ def test_branches_that_differ_between_ranks_do_not_hang(stage: int, between: boo
                     (net(batch(step, axis.rank, micro), taken(axis.rank, micro)) ** 2).mean().backward()
             optimizer.step()
         assert_equal(net, branch_reference(3, 3, taken))
+
+
+@pytest.mark.ranks(2)
+def test_collectives_of_the_user_between_backward_and_step() -> None:
+    """Whatever each rank left unused, all have launched the same when ``backward`` returns."""
+    axis = Mesh(dp=2).data
+    for stage, between in WAYS:
+        net = Branch()
+        optimizer = sgd(net, axis, stage, between)
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                with optimizer.accumulate() if micro == 0 else nullcontext():
+                    loss = (net(batch(step, axis.rank, micro), axis.rank == 0) ** 2).mean()
+                    loss.backward()
+                assert float(all_reduce(torch.tensor(axis.rank + 1.0), axis)) == 3.0
+            optimizer.step()
+        assert_equal(net, branch_reference(2, 2, lambda rank, micro: rank == 0))
 
 
 @pytest.mark.ranks(2)
@@ -325,3 +343,26 @@ def test_an_option_without_effect_says_so() -> None:
         with expected:
             optimizer.step()
         assert weight.tolist() == [-2.0] * 4
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_ends_while_others_are_held_closes_nothing() -> None:
+    """Two pipeline chunks on a rank have backward passes of their own; still one reduction a unit and step."""
+    mesh = Mesh(dp=2)
+    first, second, unused = (nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(3))
+    optimizer = ZeroOptimizer(
+        [first, second, unused], torch.optim.SGD, data=mesh.data, lr=1.0, bucket_mb=4 * 8 / 2**20
+    )
+    assert len(optimizer.units) == 3
+    for chunk in (first, second):
+        gradient_work(chunk).hold()
+    mesh.ledger.reset()
+    for chunk in (second, first):
+        chunk.sum().backward()
+    for chunk in (second, first):
+        gradient_work(chunk).release()
+        chunk.sum().backward()
+    optimizer.step()
+    assert mesh.ledger.total("data", "reduce_scatter").calls == 3
+    assert mesh.ledger.total("data", "all_reduce").calls == 2  # the norm; a parameter is missing
+    assert first.tolist() == second.tolist() == [-2.0] * 4

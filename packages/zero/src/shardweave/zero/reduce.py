@@ -7,13 +7,16 @@ different things. So the *order* never depends on arrival:
 
 [Note: Cycles]
     A cycle launches every unit exactly once, last unit first. A unit that is ready waits for the units before
-    it in that order; closing the cycle launches what is left, with zeros for what never came. Cycles are
-    closed by calls that all ranks make equally often: by ``step``, by ``zero_grad`` over a
-    pending gradient, and, where gradients are sharded between micro-batches, at the end of
-    ``accumulate``. ::
+    it in that order; closing the cycle launches what is left, with zeros for what never came. The next cycle
+    begins with calls that all ranks make equally often: with ``step``, with ``zero_grad`` over a pending
+    gradient, and, where gradients are sharded between micro-batches, at the end of ``accumulate``. ::
 
-        arrival     u3 ready, u1 ready, u2 ready, ...............  step
-        launches    u3,                 u2, u1,                    u0 (a parameter of it was not used)
+        arrival     u3 ready, u1 ready, u2 ready, ......  end of backward
+        launches    u3,                 u2, u1,           u0 (a parameter of it was not used)
+
+    A cycle is closed at the end of the backward pass already when nothing is held or deferred any more. So all
+    ranks have launched the same by then, and a collective of the user's own between ``backward`` and ``step``
+    meets its like on the other ranks.
 
 [Note: Late gradients]
     What arrives after its unit was launched in the same cycle (a second ``backward`` without ``accumulate``)
@@ -28,6 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from shardweave.comm import Axis, Pending, Subscription, gradient_work
@@ -53,6 +57,7 @@ class Reducer:
         self._axis, self._op, self._eager = axis, op, eager
         self._next = 0
         self._ready: list[set[int]] = [set() for _ in units]
+        self._backward = -1
         self._in_flight: deque[tuple[Unit, Tensor, Pending[Tensor]]] = deque()
         self._accumulating = 0
         self._touched = False
@@ -87,6 +92,7 @@ class Reducer:
                 gradient_work(parameter).release()
         if completed and self._eager and not self._accumulating:
             self._close()
+            self._next = 0
 
     def finish(self) -> None:
         """Closes the cycle, waits for everything and sums over the partial axes."""
@@ -119,6 +125,7 @@ class Reducer:
             self._touched = True
             self._ready[number].add(slot)
             self._advance()
+            self._watch_backward()
         elif self._eager and not self._accumulating:
             self.held_whole = True
 
@@ -128,6 +135,18 @@ class Reducer:
             if len(ready) < len(unit.parameters):
                 return
             self._launch()
+
+    def _watch_backward(self) -> None:
+        """Once in each backward pass: asks autograd to call back at its end."""
+        current = _current_backward()
+        if current not in (-1, self._backward):
+            self._backward = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        left = [parameter for unit in self._order[self._next :] for parameter in unit.parameters]
+        if all(gradient_work(parameter).final for parameter in left):
+            self._close()
 
     def _launch(self) -> None:
         unit = self._order[self._next]
@@ -143,6 +162,7 @@ class Reducer:
 
     def _complete_cycle(self) -> None:
         self._close()
+        self._next = 0
         while self._in_flight:
             self._retire()
         self._touched = False
@@ -150,7 +170,6 @@ class Reducer:
     def _close(self) -> None:
         while self._next < len(self._order):
             self._launch()
-        self._next = 0
 
     def _sum_partial(self) -> None:
         for axis in partial_axes(unit.plan for unit in self._order):
@@ -159,6 +178,11 @@ class Reducer:
             for one in pending:
                 if one is not None:
                     one.wait()
+
+
+def _current_backward() -> int:
+    """A number that is another one in each backward pass, -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def _listener(reducer: weakref.ref[Reducer], number: int, slot: int) -> Callable[[Tensor], None]:
