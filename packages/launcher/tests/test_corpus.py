@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,19 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "is neither .txt" in _error(tmp_path / "x.csv")
     (tmp_path / "hollow").mkdir()
     assert "has no .txt and no .jsonl file" in _error(tmp_path / "hollow")
+
+
+def test_odd_files(tmp_path: Path) -> None:
+    (tmp_path / "UP.TXT").write_text("up")
+    assert _text(tmp_path / "UP.TXT") == b"up\0"
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert "is not a regular file" in _error(tmp_path / "pipe.txt")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    assert "is not a regular file" in _error(tmp_path / "loop.txt")
+    (tmp_path / "deep.jsonl").write_text('{"text": "a", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    assert "deep.jsonl:1: not a JSON object" in _error(tmp_path / "deep.jsonl")
+    assert "there is no file or directory ~nobody-here/x.txt" in _error("~nobody-here/x.txt")
+    assert "cannot be looked up: File name too long" in _error("a" * 5000)
 
 
 def test_bytes_round_trip_and_zero_bytes_are_spaces() -> None:

@@ -76,6 +76,14 @@ def test_b117_a_batch_that_does_not_divide_is_an_error_with_the_numbers() -> Non
         _plan(8, 4, 4)
 
 
+def test_more_micro_batches_than_a_schedule_lists_are_refused() -> None:
+    assert _plan(10_000, 1, 1).accumulation == 10_000
+    with pytest.raises(
+        ConfigError, match="is 100000 micro-batches a step on each of 10 data ranks, and 10000 are"
+    ):
+        _plan(1_000_000, 1, 10)
+
+
 def test_b117_the_third_number_follows() -> None:
     plan = _plan(8, 2, 2)
     assert plan.accumulation == 2

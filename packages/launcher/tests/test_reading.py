@@ -150,8 +150,8 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
         ("run.steps=true", "run.steps: true is not allowed; it must be a whole number"),
         ("run.steps=0", "run.steps: 0 is not allowed; it must be at least 1"),
         ("run.name=3", 'run.name: 3 is not allowed; it must be text: put it in quotes, "3"'),
-        ("run.name=a/b", "run.name: a/b is not allowed; it must be a plain name, without slashes"),
-        ("run.name=..", "run.name: .. is not allowed; it must be a plain name, without slashes"),
+        ("run.name=a/b", "run.name: a/b is not allowed; it must be a plain name: no slashes"),
+        ("run.name=..", "run.name: .. is not allowed; it must be a plain name: no slashes"),
         ("optimizer.lr=fast", "optimizer.lr: fast is not allowed; it must be a number"),
         ("optimizer.lr=.inf", "optimizer.lr: inf is not allowed; it must be a finite number"),
         ("optimizer.betas=[1]", "optimizer.betas[0]: 1 is not allowed; it must be less than 1"),
@@ -180,6 +180,29 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
         ("parallel", "`parallel` is not an override; write KEY=VALUE"),
         ("=3", "`=3` is not an override"),
         ("a-b=3", "`a-b=3` is not an override"),
+        ('run.name="a\\0b"', r"run.name: 'a\x00b' is not allowed; it must be text on one line"),
+        ("run.name=" + "ü" * 101, "at most 200 bytes"),
+        ("run.seed=" + "9" * 2000, "command line: run.seed:1: a number of 2000 characters"),
+        ("run.seed=1e30", "it must be at most 4611686018427387904"),
+        (
+            "optimizer.betas=[0.9]",
+            "optimizer.betas: [0.9] is not allowed; it must be a list of at least 2 values",
+        ),
+        ("comm.timeout=1e300", "comm.timeout: 1e+300 is not allowed; it must be at most 604800"),
+        (
+            "model.hidden=999999999",
+            "`model.heads: 4` does not divide `model.hidden: 999999999`; use 1, 3, 9, ",
+        ),
+        (
+            "RUN.steps=3",
+            "command line: RUN: there is no such key (its value is {steps: 3}); did you mean `run`?",
+        ),
+        (
+            "recompute.every=2",
+            "command line: `recompute: {every: 2}`: recomputation in backward is not built yet",
+        ),
+        ("data.source.x=3", "`data.source` is a value, not a block of keys"),
+        ("checkpoint.resume=true", "checkpoint.resume: true is not allowed; it must be text"),
         ("tp=2", "the nearest key is `parallel.tensor`"),
         ("dp=2", "the nearest key is `parallel.data`"),
     ],
@@ -208,9 +231,16 @@ def test_errors_in_files_have_lines_and_overrides_are_named(tmp_path: Path) -> N
     assert _error(_write(tmp_path, "- a\n")).startswith(f"{path}:1: a configuration is made of")
 
 
+def test_a_dotted_key_in_a_file_and_one_like_no_other(tmp_path: Path) -> None:
+    text = _error(_write(tmp_path, "parallel.tensor: 2\n"))
+    assert "dotted keys are for the command line; in a file write `parallel: {tensor: 2}`" in text
+    assert "it is like none that there is (keys here: run, model, " in _error(_write(tmp_path, "3: 4\n"))
+
+
 def test_a_missing_file_lists_its_neighbours(tmp_path: Path) -> None:
     path = _write(tmp_path, "")
     text = _error(tmp_path / "rum.yaml")
     assert text == f"{tmp_path / 'rum.yaml'}: there is no such file; there is {path}"
     assert "an override comes after" in _error(Path("parallel.tensor=2"))
     assert _error(tmp_path).startswith(f"{tmp_path}: ")  # a directory
+    assert "this is not the name of a file" in _error(Path("a\0b"))

@@ -26,6 +26,7 @@ from shardweave.launcher.unbuilt import table, unbuilt
         ("model.z_loss=0.1", "`model.z_loss: 0.1` has no effect because `model.experts` is 0"),
         ("comm.density=0.5", "has no effect because `comm.compression` is none"),
         ("run.stop_after=60", "has no effect because the run ends after `run.steps: 60` anyway"),
+        ("zero.shard_between_micro_batches=true", "has no effect because `zero.stage` is below 2"),
         ("guard.max_skips=3", None),
     ],
 )

@@ -72,7 +72,8 @@ def test_nan() -> None:
         ("&a [*a]", "run.yaml:1: an alias refers to the collection it stands in"),
         ("a: *missing", "run.yaml:1: not valid YAML"),
         (b"a: 1\nb: \xff\xfe\n", "run.yaml:2: not UTF-8"),
-        ("a: \x07", "run.yaml: not valid YAML"),
+        ("a: 1\nb: \x07", "run.yaml:2: not valid YAML: the character U+0007"),
+        ("a: " + "9" * 5000, "run.yaml:1: a number of 5000 characters"),
         ("[" * 5000, "run.yaml: nested too deeply"),
     ],
 )

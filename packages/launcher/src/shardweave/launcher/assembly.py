@@ -23,7 +23,9 @@ from shardweave.comm import Mesh
 from shardweave.launcher.config import Config
 from shardweave.launcher.config import Optimizer as OptimizerSettings
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
+from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.unbuilt import unbuilt
 from shardweave.models import Transformer, TransformerConfig
 from shardweave.pipeline import Pipeline, schedule, tie
 from shardweave.zero import MixedPrecision, ZeroOptimizer, decay_groups
@@ -82,8 +84,12 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     """Builds this rank's part of the run. Every rank of the mesh calls it at the same point.
 
     Raises:
-        ConfigError: for a layout or batch that does not fit; the same on every rank, before any message.
+        ConfigError: for a layout or batch that does not fit, or a setting that is not built yet; the same on every
+            rank, before any message.
     """
+    problems = list(unbuilt(config))
+    if problems:
+        raise ConfigError(problems)
     shape, layout, device = transformer_config(config), layout_of_mesh(mesh), device_of(config)
     check_fit(config, layout, shape)
     plan = batch_plan(config, layout)

@@ -90,7 +90,7 @@ def find_resumable(config: Config, root: Path, layout: Layout) -> list[Found]:
     if wanted == "auto":
         candidates = [path for _, path in reversed(files.complete_checkpoints(root))]
     else:
-        candidates = _given(Path(wanted).expanduser())
+        candidates = _given(Path(os.path.expanduser(wanted)))
     found = []
     for path in candidates:
         try:

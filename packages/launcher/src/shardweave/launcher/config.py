@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 __all__ = [
@@ -40,11 +40,29 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Text = Annotated[str, Strict(), Field(min_length=1)]
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("printable", "text on one line, without control characters")
+    return value
+
+
+def _name(value: str) -> str:
+    """Something that is one directory on every file system, and looks like it in a terminal."""
+    plain = value.strip(" .") and value == value.strip() and not set(value) & set("/\\")
+    if not plain or len(value.encode()) > 200:
+        raise PydanticCustomError("name", "a plain name: no slashes, no spaces around it, at most 200 bytes")
+    return value
+
+
+Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_printable)]
+Name = Annotated[Text, AfterValidator(_name)]
 Whole = Annotated[int, Strict(), BeforeValidator(_integral)]
 """A whole number; ``1e3`` is one, ``1.5`` and ``"3"`` are not."""
-Count = Annotated[Whole, Field(ge=1)]
-Natural = Annotated[Whole, Field(ge=0)]
+Count = Annotated[Whole, Field(ge=1, le=2**62)]
+Size = Annotated[Whole, Field(ge=1, le=10**9)]
+"""A count that memory or ranks are made of: what is larger is a slip of the finger, and arithmetic stays quick."""
+Ranks = Annotated[Whole, Field(ge=1, le=65_536)]
+Natural = Annotated[Whole, Field(ge=0, le=2**62)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
@@ -67,7 +85,7 @@ class _Block(BaseModel):
 class Run(_Block):
     """What the run is called, how long it is and where it goes."""
 
-    name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] = "quickstart"
+    name: Name = "quickstart"
     """Name of the run's directory inside ``dir``."""
     dir: Text = "runs"
     """Directory of all runs, relative to where the command was given."""
@@ -90,19 +108,19 @@ class Model(_Block):
 
     preset: Text | None = None
     """A published model: gpt2, llama-3-8b, ...; the keys below override it."""
-    layers: Count = 4
+    layers: Annotated[Whole, Field(ge=1, le=2_000)] = 4
     """Number of blocks."""
-    hidden: Count = 128
+    hidden: Size = 128
     """Width of the hidden states."""
-    heads: Count = 4
+    heads: Size = 4
     """Number of query heads."""
-    kv_heads: Count | None = None
+    kv_heads: Size | None = None
     """Number of key and value heads (grouped-query attention); null: as many as ``heads``."""
-    ffn: Count | None = None
+    ffn: Size | None = None
     """Inner width of the MLP; null: the family's rule, 4 * hidden for gelu."""
-    vocab: Auto | Count = "auto"
+    vocab: Auto | Size = "auto"
     """Number of tokens; auto: the tokenizer's."""
-    sequence: Count = 128
+    sequence: Size = 128
     """Tokens in one sample."""
     position: Literal["learned", "rotary", "alibi"] = "alibi"
     """How positions enter: a learned table, rotated queries and keys, or biases on the attention scores."""
@@ -153,15 +171,15 @@ class Data(_Block):
 class Parallel(_Block):
     """How ranks divide the work."""
 
-    data: Auto | Count = "auto"
+    data: Auto | Ranks = "auto"
     """Replicas with different data; auto: what the ranks at hand leave over."""
-    tensor: Count = 1
+    tensor: Ranks = 1
     """Ranks that share every layer."""
-    pipeline: Count = 1
+    pipeline: Ranks = 1
     """Stages the layers are spread over."""
-    context: Count = 1
+    context: Ranks = 1
     """Ranks that share every sequence."""
-    expert: Count = 1
+    expert: Ranks = 1
     """Ranks that share the experts of one layer."""
     sequence: Flag = True
     """Whether the tensor ranks also share what lies between their layers (sequence parallelism)."""
@@ -208,9 +226,9 @@ class Zero(_Block):
 class Batch(_Block):
     """Sequences: global = micro * accumulation * data; the accumulation follows from the other three."""
 
-    global_: Annotated[Count, Field(alias="global")] = 16
+    global_: Annotated[Size, Field(alias="global")] = 16
     """Sequences per optimizer step, over all ranks."""
-    micro: Count = 2
+    micro: Size = 2
     """Sequences that one rank computes at once."""
 
 
@@ -267,9 +285,9 @@ class Comm(_Block):
 
     hierarchy: Literal["auto", "flat", "two-level"] = "auto"
     """Whether collectives go first inside a node and then between nodes."""
-    bucket_mb: Positive = 25
+    bucket_mb: Annotated[Positive, Field(le=1e6)] = 25
     """Size of the buckets in which gradients travel."""
-    timeout: Positive = 300
+    timeout: Annotated[Number, Field(ge=1, le=604_800)] = 300
     """Seconds after which a collective that does not end ends the job."""
     compression: Literal["none", "onebit", "twobit", "topk", "powersgd"] = "none"
     """Of gradients between data-parallel ranks."""

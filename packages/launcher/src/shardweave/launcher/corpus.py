@@ -107,32 +107,40 @@ def _library(root: str) -> Iterator[str]:
 
 def _files(source: str) -> Iterator[bytes]:
     for path in _find(source):
-        yield from _json_lines(path) if path.suffix == ".jsonl" else [_read(path)]
+        yield from _json_lines(path) if path.suffix.lower() == ".jsonl" else [_read(path)]
 
 
 def _find(source: str) -> list[Path]:
     """The files of a path or glob, in order; there is at least one."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        found = [inner for inner in sorted(path.rglob("*")) if inner.suffix in _SUFFIXES and inner.is_file()]
-        if not found:
-            raise _problem(f"data.source: the directory {source} has no .txt and no .jsonl file in it")
-        return found
-    if path.exists():
-        found = [path]
-    else:
-        names = sorted(glob.glob(str(path), recursive=True))
-        found = [inner for inner in map(Path, names) if inner.is_file()]
-        if not found:
-            what = "no file matches the glob" if glob.has_magic(source) else "there is no file or directory"
-            raise _problem(f"data.source: {what} {source} (relative to {Path.cwd()})")
+    path = Path(os.path.expanduser(source))
+    try:
+        if path.is_dir():
+            found = [inner for inner in sorted(path.rglob("*")) if _is_text(inner) and inner.is_file()]
+            if not found:
+                raise _problem(f"data.source: the directory {source} has no .txt and no .jsonl file in it")
+            return found
+        found = (
+            [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        )
+        found = [inner for inner in found if not inner.is_dir()]
+    except OSError as error:
+        raise _problem(f"data.source: {source} cannot be looked up: {error.strerror}") from None
+    if not found:
+        what = "no file matches the glob" if glob.has_magic(source) else "there is no file or directory"
+        raise _problem(f"data.source: {what} {source} (relative to {Path.cwd()})")
     for inner in found:
-        if inner.suffix not in _SUFFIXES:
+        if not inner.is_file():  # a pipe or a device: reading it may never end
+            raise _problem(f"data.source: {inner} is not a regular file")
+        if not _is_text(inner):
             raise _problem(
                 f"data.source: {inner} is neither .txt (one document) nor .jsonl (a document a line, in the field "
                 "`text`); rename or convert it"
             )
     return found
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES
 
 
 def _read(path: Path) -> bytes:
@@ -148,7 +156,7 @@ def _json_lines(path: Path) -> Iterator[bytes]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _problem(f"data.source: {path}:{number}: not a JSON object: {error}") from None
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str):

@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardweave.launcher.config import Config
-from shardweave.launcher.problems import ConfigError, Problem, alternatives
+from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
 from shardweave.models import Part, TransformerConfig, layer_costs, parts_from_ranges
 from shardweave.pipeline import partition
 
 __all__ = ["BatchPlan", "Layout", "batch_plan", "check_fit", "layout_of", "stages_of"]
+
+MAX_ACCUMULATION = 10_000
+"""Micro-batches a step: schedules list every one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,18 +121,20 @@ def batch_plan(config: Config, layout: Layout) -> BatchPlan:
     if rest or not accumulation:
         below, above = accumulation * micro * data, (accumulation + 1) * micro * data
         globals_ = alternatives([f"batch.global={value}" for value in (below, above) if value])
-        micros = [m for m in range(1, total + 1) if total % (m * data) == 0]
+        micros = [] if total % data else divisors(total // data, near=micro, most=6)
         other = f", or batch.micro={alternatives(micros)}" if micros else ""
         text = (
             f"`batch.global: {total}` is not a multiple of `batch.micro: {micro}` × {data} data ranks = "
             f"{micro * data} (global = micro × accumulation × data); use {globals_}{other}"
         )
         raise ConfigError([Problem(("batch", "global"), text)])
+    if accumulation > MAX_ACCUMULATION:
+        text = (
+            f"`batch.global: {total}` is {accumulation} micro-batches a step on each of {data} data ranks, and "
+            f"{MAX_ACCUMULATION} are the most; raise batch.micro or parallel.data"
+        )
+        raise ConfigError([Problem(("batch", "global"), text)])
     return BatchPlan(global_batch=total, micro=micro, accumulation=accumulation, data=data)
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
@@ -137,11 +142,11 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
     where = ("parallel", "tensor")
     if shape.heads % tensor:
         text = f"`parallel.tensor: {tensor}` does not divide `model.heads: {shape.heads}`"
-        yield Problem(where, f"{text}; use {alternatives(_divisors(shape.heads))}")
+        yield Problem(where, f"{text}; use {alternatives(divisors(shape.heads, near=tensor))}")
     elif shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
         # Fewer key and value heads than ranks: each is copied over a block of ranks of equal size.
         kv = shape.num_kv_heads
-        fitting = [size for size in _divisors(shape.heads) if kv % size == 0 or size % kv == 0]
+        fitting = [size for size in divisors(shape.heads, near=tensor) if kv % size == 0 or size % kv == 0]
         text = f"`parallel.tensor: {tensor}` and `model.kv_heads: {kv}` do not divide each other"
         yield Problem(where, f"{text}; use {alternatives(fitting)}")
     elif config.parallel.sequence and shape.sequence % tensor:

@@ -33,7 +33,8 @@ def train_local(request: Request) -> int:
     gc.disable()
     from shardweave.comm.zygote import PRELOAD, Zygote
 
-    with Zygote.start((*PRELOAD, *_MODULES)) as zygote:
+    zygote = Zygote.start((*PRELOAD, *_MODULES))
+    try:
         from shardweave.launcher.describe import fail
         from shardweave.launcher.prepare import MachineError, prepare
         from shardweave.launcher.problems import ConfigError
@@ -45,6 +46,8 @@ def train_local(request: Request) -> int:
             return fail(error)
         except MachineError as error:
             return fail(error, MACHINE_UNFIT)
+    finally:
+        zygote.close(timeout=0.1)  # it may be in the middle of an import that nobody needs any more
 
 
 def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:

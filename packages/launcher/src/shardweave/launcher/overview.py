@@ -28,6 +28,9 @@ from shardweave.pipeline import schedule
 
 __all__ = ["Overview"]
 
+_SHOWN = 16
+"""Replicas and tensor ranks of a stage that the dry run lists."""
+
 
 @dataclass(frozen=True)
 class Overview:
@@ -111,13 +114,16 @@ class Overview:
         layout = self.layout
         for stage, part in enumerate(self.stages):
             yield f"stage {stage}", _part(part)
-            for replica in range(layout.data):
+            for replica in range(min(layout.data, _SHOWN)):
                 ranks = [layout.rank(pp=stage, dp=replica, tp=rank) for rank in range(layout.tensor)]
                 yield (
                     "",
-                    f"dp {replica}: " + "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks)),
+                    f"dp {replica}: "
+                    + "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks[:_SHOWN])),
                 )
-            for rank, use in enumerate(self.memory[stage]):
+            if layout.data > _SHOWN:
+                yield "", f"... and so on to dp {layout.data - 1}"
+            for rank, use in enumerate(self.memory[stage][:_SHOWN]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
                 yield "", f"{who}{_bytes(use.total)} ({_kinds(use)})"
         work = flops(self.shape, batch=self.plan.global_batch)

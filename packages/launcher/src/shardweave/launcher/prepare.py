@@ -29,6 +29,9 @@ from shardweave.launcher.shape import transformer_config
 
 __all__ = ["MachineError", "Prepared", "check_machine", "open_run", "prepare"]
 
+_BASE_MEMORY = 100 * 2**20
+"""Bytes of a rank's own that are not the model's: what it does not share with the process it was forked from."""
+
 
 class MachineError(RuntimeError):
     """This machine cannot run what was asked for; the text says what is missing."""
@@ -96,8 +99,22 @@ def check_machine(overview: Overview) -> None:
             f"the layout {overview.layout} needs {ranks} {accelerator.type} devices and this machine has "
             f"{torch.accelerator.device_count()}; use a smaller layout, or run.device=cpu"
         )
+    if config.run.device == "cpu" or accelerator is None:
+        _check_memory(overview)
     if config.checkpoint.every:
         _check_room(overview)
+
+
+def _check_memory(overview: Overview) -> None:
+    """What all ranks hold at once, against what there is at all."""
+    held = sum(use.total for uses in overview.memory for use in uses) * overview.layout.data
+    needed = held + overview.layout.world_size * _BASE_MEMORY
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > installed:
+        raise MachineError(
+            f"the ranks need about {needed / 2**30:.1f} GiB together and this machine has "
+            f"{installed / 2**30:.1f} GiB; use a smaller model, batch.micro or precision"
+        )
 
 
 def _check_room(overview: Overview) -> None:

@@ -9,6 +9,8 @@ the wrong block. This module turns pydantic's findings into such sentences; othe
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from pydantic import ValidationError
 from shardweave.launcher.config import Config, WeightedSource
 from shardweave.launcher.strict_yaml import Path, YamlError, load, path_text
 
-__all__ = ["ConfigError", "Problem", "alternatives", "explain", "quoted", "unknown_key"]
+__all__ = ["ConfigError", "Problem", "alternatives", "divisors", "explain", "quoted", "unknown_key"]
 
 # What people call these elsewhere. Only used to guess what an unknown key means.
 _ABBREVIATIONS = {
@@ -52,7 +54,7 @@ _REQUIREMENTS = {
     "finite_number": "a finite number",
     "string_type": "text",
     "string_too_short": "text that is not empty",
-    "string_pattern_mismatch": "a plain name, without slashes",
+    "string_unicode": "text without broken characters",
     "bool_type": "true or false",
     "tuple_type": "a list",
     "model_type": "a block of keys",
@@ -79,11 +81,19 @@ class ConfigError(ValueError):
 
 
 def _place(path: Path, origins: Mapping[Path, str]) -> str:
-    """``run.yaml:3: `` of the value at `path`, or of the nearest thing around it."""
+    """``run.yaml:3: `` of the value at `path`, or of the nearest thing around it or in it."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return f"{origins[path[:length]]}: "
-    return ""
+    inside = [origin for where, origin in origins.items() if path and where[: len(path)] == path]
+    return f"{inside[0]}: " if inside else ""
+
+
+def divisors(number: int, near: int = 1, most: int = 12) -> list[int]:
+    """The divisors of a number, in order; of many only those closest to `near`."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    found = {*small, *(number // candidate for candidate in small)}
+    return sorted(sorted(found, key=lambda divisor: (abs(divisor - near), divisor))[:most])
 
 
 def _scalar(text: str) -> object:
@@ -103,8 +113,11 @@ def quoted(value: object) -> str:
     elif isinstance(value, (list, tuple)):
         text = "[" + ", ".join(quoted(item) for item in value) + "]"
     else:
-        plain = not isinstance(value, str) or (value.strip() and isinstance(_scalar(value), str))
-        text = str(value) if plain else f'"{value}"'
+        text = str(value)
+        if isinstance(value, str) and not (
+            value.strip() and value.isprintable() and isinstance(_scalar(value), str)
+        ):
+            text = json.dumps(value, ensure_ascii=False) if value.isprintable() else ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -119,7 +132,7 @@ def _keys_at(block: Path) -> tuple[str, ...]:
     blocks = Config.blocks()
     if not block:
         return Config.key_names()
-    if block[:2] == ("data", "source"):
+    if block[:2] == ("data", "source") and len(block) == 3:
         return WeightedSource.key_names()
     return blocks[str(block[0])].key_names() if len(block) == 1 and block[0] in blocks else ()
 
@@ -133,24 +146,31 @@ def unknown_key(path: Path, value: object) -> Problem:
     ]
     if block and name in Config.key_names():
         elsewhere.append(name)
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.8)
+    nearest = _nearest(block, name, siblings)
     if not siblings:
         hint = f"`{path_text(block)}` is a value, not a block of keys"
     elif close:
         hint = f"did you mean `{path_text((*block, close[0]))}`?"
     elif elsewhere:
         hint = f"this key belongs elsewhere: write {alternatives([f'`{there}`' for there in elsewhere])}"
+    elif "." in name and not block:
+        outer, _, inner = name.partition(".")
+        hint = (
+            f"dotted keys are for the command line; in a file write `{outer}: {{{inner}: {quoted(value)}}}`"
+        )
     else:
-        hint = f"the nearest key is `{path_text(_nearest(block, name, siblings))}`"
+        hint = f"the nearest key is `{path_text(nearest)}`" if nearest else "it is like none that there is"
         hint += f" (keys here: {', '.join(siblings)})"
     return Problem(path, f"{path_text(path)}: there is no such key (its value is {quoted(value)}); {hint}")
 
 
-def _nearest(block: Path, name: str, siblings: Sequence[str]) -> Path:
-    """The most similar key: of this block, or of the abbreviations people use."""
+def _nearest(block: Path, name: str, siblings: Sequence[str]) -> Path | None:
+    """The most similar key, of this block or of the abbreviations people use; None if none has a letter of it."""
     candidates: dict[str, Path] = dict(_ABBREVIATIONS) | {key: (*block, key) for key in siblings}
-    best = max(candidates, key=lambda word: difflib.SequenceMatcher(None, name, word).ratio())
-    return candidates[best]
+    alike = {word: difflib.SequenceMatcher(None, name.lower(), word).ratio() for word in candidates}
+    best = max(alike, key=lambda word: alike[word])
+    return candidates[best] if alike[best] > 0 else None
 
 
 def _requirement(error: Mapping[str, Any]) -> str:
@@ -164,7 +184,10 @@ def _requirement(error: Mapping[str, Any]) -> str:
             "less_than_equal": "at most",
             "less_than": "less than",
         }
-        return f"{words[kind]} {next(iter(context.values()))}"
+        limit = next(iter(context.values()))
+        return f"{words[kind]} {limit:g}" if isinstance(limit, float) else f"{words[kind]} {limit}"
+    if kind == "missing" and isinstance(error["loc"][-1], int):
+        return f"a list of at least {error['loc'][-1] + 1} values"
     if kind in ("too_long", "too_short", "missing"):
         length = context.get("max_length", context.get("min_length"))
         return (
@@ -212,6 +235,6 @@ def explain(error: ValidationError, data: object) -> Iterator[Problem]:
         close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
         if close:
             text += f". Did you mean `{close[0]}`?"
-        elif isinstance(value, (int, float)) and rules[:1] == ["text"]:
+        elif type(value) in (int, float) and rules[:1] == ["text"]:
             text += f': put it in quotes, "{value}"'
         yield Problem(path, text)

@@ -57,7 +57,9 @@ def read_config(path: str | FilePath | None = None, overrides: Sequence[str] = (
         _apply(override, raw, origins)
     try:
         config = _validated(raw)
-        problems = [*contradictions(config), *unbuilt(config)]
+        problems = list(contradictions(config))
+        said = {problem.path for problem in problems}
+        problems += [problem for problem in unbuilt(config) if problem.path not in said]
         if problems:
             raise ConfigError(problems)
         transformer_config(config)
@@ -75,8 +77,9 @@ def config_text(config: Config) -> str:
 def _read_file(path: FilePath) -> tuple[dict[str, Any], dict[Path, str]]:
     try:
         text = path.read_bytes()
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        reason = getattr(error, "strerror", None) or "this is not the name of a file"
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason
         raise ConfigError([Problem((), f"{path}: {reason}{_meant(path)}")]) from None
     try:
         document = load(text, str(path))

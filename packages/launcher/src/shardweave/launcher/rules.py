@@ -36,6 +36,9 @@ _DENSE = _when(lambda config: config.model.experts == 0, "`model.experts` is 0: 
 _ONE_STAGE = _when(
     lambda config: config.parallel.pipeline == 1, "`parallel.pipeline` is 1: there is one stage"
 )
+_WHOLE_GRADIENTS = _when(
+    lambda config: config.zero.stage < 2, "`zero.stage` is below 2: every rank keeps whole gradients"
+)
 _NOT_ADAM = _when(
     lambda config: config.optimizer.name == "sgd", "`optimizer.name` is sgd, which has no moments"
 )
@@ -66,6 +69,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("parallel", "expert"), _DENSE),
     _Idle(("parallel", "sequence"), _NO_TENSOR),
     _Idle(("parallel", "schedule"), _ONE_STAGE),
+    _Idle(("zero", "shard_between_micro_batches"), _WHOLE_GRADIENTS),
     _Idle(("optimizer", "betas"), _NOT_ADAM),
     _Idle(("optimizer", "eps"), _NOT_ADAM),
     _Idle(("optimizer", "min_lr"), _CONSTANT),

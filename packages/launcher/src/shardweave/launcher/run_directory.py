@@ -41,7 +41,7 @@ class RunDirectory:
     @classmethod
     def of(cls, config: Config) -> RunDirectory:
         """The directory that a configuration names."""
-        return cls(Path(config.run.dir).expanduser() / config.run.name)
+        return cls(Path(os.path.expanduser(config.run.dir)) / config.run.name)
 
     @property
     def config(self) -> Path:

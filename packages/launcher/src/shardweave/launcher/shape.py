@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from shardweave.launcher.config import Config, Model
-from shardweave.launcher.problems import ConfigError, Problem, alternatives
+from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
 from shardweave.launcher.tokenizer import tokenizer
 from shardweave.models import TransformerConfig, preset
 
@@ -45,15 +45,15 @@ def transformer_config(config: Config) -> TransformerConfig:
         "vocab": tokenizer(config.data.tokenizer).vocab if block.vocab == "auto" else block.vocab
     }
     if block.preset is None and block.hidden % block.heads:
-        fitting = alternatives([size for size in range(1, block.hidden + 1) if block.hidden % size == 0])
+        fitting = alternatives(divisors(block.hidden, near=block.heads))
         text = f"`model.heads: {block.heads}` does not divide `model.hidden: {block.hidden}`; use {fitting}"
         raise ConfigError([Problem(("model", "heads"), text)])
     try:
         return preset(block.preset, **values) if block.preset else TransformerConfig(**values)
     except ValueError as error:
         # The transformer's own rules: their texts start with the name of a field, which is the key here.
-        key = str(error).split(":", 1)[0]
-        raise ConfigError([Problem(("model", key), f"model.{error}")]) from None
+        text = str(error).replace("change heads or set head_dim", "change model.heads or model.hidden")
+        raise ConfigError([Problem(("model", text.split(":", 1)[0]), f"model.{text}")]) from None
 
 
 def resolved(config: Config, *, data: int | None = None) -> Config:

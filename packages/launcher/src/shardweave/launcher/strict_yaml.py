@@ -27,6 +27,9 @@ Path = tuple[str | int, ...]
 MAX_VALUES = 100_000
 """More values than this are refused: a few aliases of aliases can stand for billions ("billion laughs")."""
 
+MAX_DIGITS = 1000
+"""Longer numbers are refused: Python reads only some thousand digits, and nothing here needs more."""
+
 
 class YamlError(ValueError):
     """The text is not YAML that we accept; the message starts with ``file:line:``."""
@@ -158,6 +161,8 @@ class _Reader:
             return node.value
         for kind, pattern, convert in _SCALARS:
             if pattern.fullmatch(node.value) and (kind == wanted or (kind, wanted) == ("int", "float")):
+                if len(node.value) > MAX_DIGITS:
+                    raise self.error(node, f"a number of {len(node.value)} characters")
                 value = convert(node.value)
                 return float(value) if wanted == "float" else value
         raise self.error(node, f"`{node.value}` is not a {wanted}, as its tag says")
@@ -209,6 +214,10 @@ def load(text: str | bytes, source: str) -> Document:
         if "\\t" in problem:
             problem += "; indent with spaces, not tabs"
         raise YamlError(f"{where}: not valid YAML: {problem}") from None
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1 if isinstance(text, str) else 1
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        raise YamlError(f"{source}:{line}: not valid YAML: the character U+{code:04X} is not text") from None
     except yaml.YAMLError as error:
         raise YamlError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
