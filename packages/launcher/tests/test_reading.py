@@ -201,7 +201,6 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
             "recompute.every=2",
             "command line: `recompute: {every: 2}`: recomputation in backward is not built yet",
         ),
-        ("data.source.x=3", "`data.source` is a value, not a block of keys"),
         ("checkpoint.resume=true", "checkpoint.resume: true is not allowed; it must be text"),
         ("tp=2", "the nearest key is `parallel.tensor`"),
         ("dp=2", "the nearest key is `parallel.data`"),
