@@ -62,10 +62,12 @@ def test_lines_come_every_log_every_steps_and_at_the_end() -> None:
 def test_a_terminal_gets_a_bar_and_settings_override() -> None:
     text = _shown(True, [_record(7)])
     assert "step 7/40" in text
-    assert "5.9k tok/s" in text
+    assert "loss 2.500  5.9k tokens/s  0.012 TFLOP/s  0.31 GiB" in text
+    assert "left 0:01:06" in text
     assert "saved [somewhere]" in text
     assert _shown(True, [_record(7)], metrics={"console": "none"}) == ""
-    assert "left" in _shown(True, [_record(7)], metrics={"console": "lines"})
+    assert "norm 0.500" in _shown(True, [_record(7)], metrics={"console": "lines"})
+    assert "validation 2.250" in _shown(True, [_record(7), {"step": 7, "validation_loss": 2.25}])
 
 
 def test_rows_keep_their_lines_in_a_file() -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -114,38 +115,52 @@ class _Lines:
 
 
 class _Bar:
-    """A progress bar with the numbers of the last step; sentences scroll by above it."""
+    """A progress bar over a line with the numbers of the last step; sentences scroll by above them::
+
+    step 20/60 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ left 0:00:40
+    loss 3.036  validation 2.940  3.1k tokens/s  0.0022 TFLOP/s  0.31 GiB
+    """
 
     def __init__(self, config: Config, console: Console) -> None:
-        self._console = console
+        self._record: Mapping[str, Any] = {}
         self._validation = ""
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
+            TextColumn("left {task.fields[left]}"),
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task("train", total=config.run.steps, numbers="starting")
-        self._progress.start()
+        self._task = self._progress.add_task("train", total=config.run.steps, left="-:--:--")
+        self._steps = config.run.steps
+        self._live = Live(self._picture(), console=console, refresh_per_second=4)
+        self._live.start()
 
     def record(self, record: Mapping[str, Any]) -> None:
         if "validation_loss" in record:
-            self._validation = f"  val {_number(record['validation_loss']):.3f}"
-            return
-        numbers = (
-            f"loss {_number(record['loss']):.3f}{self._validation}  "
-            f"{_rate(_number(record['tokens_per_second']))} tok/s  "
-            f"{_tflops(_number(record['tflops_per_device']))} TFLOP/s  {_number(record['memory_gib']):.2f} GiB"
-        )
-        self._progress.update(self._task, completed=record["step"], numbers=numbers)
+            self._validation = f"  validation {_number(record['validation_loss']):.3f}"
+        else:
+            self._record = record
+            left = (self._steps - record["step"]) * _number(record["step_seconds"])
+            self._progress.update(self._task, completed=record["step"], left=_time(left))
+        self._live.update(self._picture())
 
     def message(self, text: str) -> None:
-        self._progress.console.print(Text(text))
+        self._live.console.print(Text(text))
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
+
+    def _picture(self) -> Group:
+        numbers = "the ranks are starting"
+        if self._record:
+            numbers = (
+                f"loss {_number(self._record['loss']):.3f}{self._validation}  "
+                f"{_rate(_number(self._record['tokens_per_second']))} tokens/s  "
+                f"{_tflops(_number(self._record['tflops_per_device']))} TFLOP/s  "
+                f"{_number(self._record['memory_gib']):.2f} GiB"
+            )
+        return Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True))
 
 
 def _time(seconds: float) -> str:
