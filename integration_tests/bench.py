@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,23 +31,25 @@ ROUNDS = 15
 def collectives(sizes_kib: tuple[int, ...] = (4, 256, 4096, 65536)) -> list[Row]:
     """Our collectives against torch.distributed's own on gloo. Runs on every rank."""
     mesh = comm.Mesh(dp=dist.get_world_size())
-    axis, rows = mesh.dp, []
+    axis = mesh.dp
+    rows: list[Row] = []
     for kib in sizes_kib:
         elements = kib * 256
         whole, part = torch.ones(elements), torch.ones(elements // axis.size)
         gathered = torch.empty(part.numel() * axis.size)
+        group = axis.group
         cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "all_reduce": (
-                lambda whole=whole: comm.all_reduce(whole, axis),
-                lambda whole=whole: dist.all_reduce(whole, group=axis.group),
+                partial(comm.all_reduce, whole, axis),
+                partial(dist.all_reduce, whole, group=group),
             ),
             "reduce_scatter": (
-                lambda whole=gathered, part=part: comm.reduce_scatter(whole, axis, out=part),
-                lambda whole=gathered, part=part: dist.reduce_scatter_single(part, whole, group=axis.group),
+                partial(comm.reduce_scatter, gathered, axis, out=part),
+                partial(dist.reduce_scatter_single, part, gathered, group=group),
             ),
             "all_gather": (
-                lambda whole=gathered, part=part: comm.all_gather(part, axis, out=whole),
-                lambda whole=gathered, part=part: dist.all_gather_single(whole, part, group=axis.group),
+                partial(comm.all_gather, part, axis, out=gathered),
+                partial(dist.all_gather_single, gathered, part, group=group),
             ),
         }
         for name, (ours, theirs) in cases.items():

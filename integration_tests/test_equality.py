@@ -20,7 +20,8 @@ from shardweave.launcher.trainer import Record
 @functools.cache
 def reference(family: str, precision: str) -> Record:
     """One process, in a process of its own: the parent of the ranks computes nothing."""
-    return run_ranks(train, 1, Layout(), precision=precision, **FAMILIES[family])[0]
+    record: Record = run_ranks(train, 1, Layout(), precision=precision, **FAMILIES[family])[0]
+    return record
 
 
 def trained(chosen: list[Layout], family: str, precision: str) -> list[Record]:
