@@ -17,10 +17,10 @@ from shardweave.launcher.trainer import Record, train_in_process
 __all__ = ["FAMILIES", "Layout", "compare", "layouts", "small_run", "train"]
 
 SMALL_RUN: Mapping[str, Any] = {
-    # Nothing is a round number that hides a mistake: 7 blocks (9 pieces) over 2, 4 and 8 stages, a vocabulary of
+    # Nothing is a round number that hides a mistake: 9 blocks (11 pieces) over 2, 4 and 8 stages, a vocabulary of
     # 259 over 2, 4 and 8 ranks, fewer KV heads than ranks, dropout.
     "run.steps": 10,
-    "model.layers": 7,
+    "model.layers": 9,
     "model.hidden": 32,
     "model.heads": 8,
     "model.kv_heads": 4,

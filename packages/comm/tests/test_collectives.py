@@ -57,6 +57,36 @@ def test_all_reduce_gives_every_rank_the_same_bits(count: int) -> None:
         assert all(torch.equal(row, total) for row in gathered)
 
 
+@pytest.mark.parametrize("count", [1, 5, 200_000])
+@pytest.mark.ranks(8)
+def test_all_reduce_of_eight_ranks_blocking_and_not(count: int) -> None:
+    """Eight ranks double when they wait at once, and gather when they do not."""
+    for axis in axes():
+        for dtype in (torch.float64, torch.int64, torch.bfloat16):
+            everyone = torch.stack([values(rank, count, dtype=dtype) for rank in range(8)])
+            for op, right in (("sum", everyone.sum(0)), ("max", everyone.amax(0)), ("min", everyone.amin(0))):
+                mine = values(axis.rank, count, dtype=dtype)
+                later = comm.start_all_reduce(mine.clone(), axis, op)
+                assert torch.equal(comm.all_reduce(mine, axis, op), right)
+                assert torch.equal(later.wait(), right)
+        numbers = torch.randn(count, generator=torch.Generator().manual_seed(axis.rank))
+        rows = comm.all_gather(comm.all_reduce(numbers, axis).view(1, -1), axis)
+        assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+@pytest.mark.ranks(4)
+def test_ranks_may_wait_in_any_order_between_collectives_of_another_axis() -> None:
+    """What was launched needs nothing more of its caller: else this waits for ever, in a circle."""
+    mesh = Mesh(dp=2, tp=2)
+    for count in (10, 300_000):
+        for dtype in (torch.float32, torch.bfloat16):
+            pending = comm.start_all_reduce(torch.ones(count, dtype=dtype), mesh.data)
+            if mesh.tp.rank == mesh.dp.rank:
+                assert pending.wait()[0].item() == 2.0
+            comm.barrier(mesh.tp)
+            assert pending.wait()[-1].item() == 2.0
+
+
 @pytest.mark.ranks(4)
 def test_low_precision_sums_are_rounded_once() -> None:
     """1 + 3 * 2^-9 in bf16: a chain of bf16 additions on 4 ranks loses every summand but the first."""

@@ -5,9 +5,10 @@ Measured on torch 2.13, gloo, 4 ranks: its reduce-scatter is an all-reduce insid
 and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everything and adding takes 7 ms.
 
     collective       NCCL               gloo                              axis without its own group
-    all_reduce       backend            small: gather and add             small: gather and add
-                                        else backend, or, for 16-bit      else reduce-scatter
-                                        floats and many ranks,            + all-gather by sends
+    all_reduce       backend            small: gather and add, or         small: gather and add
+                                        doubling for 8, 16, ... ranks     else reduce-scatter
+                                        else backend, or, for 16-bit      + all-gather by sends
+                                        floats and many ranks,
                                         reduce-scatter + all-gather
     reduce_scatter   backend            all-to-all + local sum            sends + local sum
     all_gather       backend            sends                             sends
@@ -16,12 +17,19 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
 
 The local sum adds in one fixed order, in float32 or wider, whatever arrives first: the same bits on every run.
 
+[Note: Nothing is owed between launch and wait]
+    Doubling, and reduce-scatter + all-gather, have several rounds, and a round begins when the one before
+    has ended. A collective that was launched and is waited for later must not work that way: its second round
+    would begin in the caller's ``wait``, at another moment on each rank, and two ranks that stand in ``wait``
+    while their peers stand in a collective of another axis wait for each other for ever. So what is
+    asynchronous goes in one round: gather and add, or the backend's own.
+
 Buffers come in contiguous, with the dimension that is cut in front; outputs are written in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,15 +42,17 @@ from .partition import split_sizes
 
 __all__ = ["Steps", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
-_GATHER_TAG, _SCATTER_TAG, _BROADCAST_TAG = MAX_TAG, MAX_TAG + 1, MAX_TAG + 2
+_GATHER_TAG, _SCATTER_TAG, _BROADCAST_TAG, _DOUBLE_TAG = (MAX_TAG + number for number in range(4))
 
 _SMALL = 1 << 20
 """All-reduces whose gathered parts together take fewer bytes than this are gathered and added."""
 
 _RING_RANKS = 4
-"""Up to this many ranks gloo's own ring all-reduce is at least as fast as the composed one."""
+"""Up to this many ranks gloo's own ring all-reduce is at least as fast as the composed one, and gathering
+as fast as doubling: 16 KiB over 8 ranks on 2 cores take 9.8 ms gathered and 5.2 ms doubled."""
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_INTO: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass
@@ -55,15 +65,20 @@ class Steps:
     finish: Callable[[], None] = field(default=lambda: None)
 
 
-def all_reduce(buffer: Tensor, axis: Axis, op: str) -> Steps:
-    """In place on ``buffer``. ``op``: sum, max or min."""
+def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
+    """In place on ``buffer``. ``op``: sum, max or min. ``blocking``: it is waited for at once."""
     size = buffer.numel() * buffer.element_size()
-    if axis.virtual or not _native(axis, buffer):
+    if axis.virtual or not _native(buffer):
         if size * axis.size <= _SMALL or op != "sum":
+            if blocking and not axis.virtual and axis.size > _RING_RANKS and axis.size.bit_count() == 1:
+                return _double(buffer, axis, op)
             return _gather_and_combine(buffer, axis, op)
-        narrow = buffer.is_floating_point() and buffer.element_size() < 4
-        if axis.virtual or narrow or axis.size > _RING_RANKS:
+        if blocking and (axis.virtual or _narrow(buffer) or axis.size > _RING_RANKS):
             return _scatter_and_gather(buffer, axis)
+        if axis.virtual:
+            return _gather_and_combine(buffer, axis, op)
+        if _narrow(buffer):
+            return _widen(buffer, axis)
     work = dist.all_reduce(buffer, _REDUCE[op], axis.group, async_op=True)
     return Steps([_checked(work, axis)], 2 * (axis.size - 1) * size // axis.size)
 
@@ -73,7 +88,7 @@ def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axi
     parts = torch.split(gathered, list(lengths))
     size = mine.numel() * mine.element_size()
     even = len(set(lengths)) == 1
-    if _native(axis, mine) and even and not axis.virtual:
+    if _native(mine) and even and not axis.virtual:
         work = dist.all_gather_single(gathered, mine, axis.group, async_op=True)
         return Steps([_checked(work, axis)], (axis.size - 1) * size)
     own = parts[axis.rank]
@@ -95,7 +110,7 @@ def reduce_scatter(
     parts = torch.split(whole, list(lengths))
     sent = sum(parts[peer].numel() for peer in _others(axis)) * whole.element_size()
     even = len(set(lengths)) == 1
-    if _native(axis, whole) and even and not axis.virtual and result.dtype == whole.dtype:
+    if _native(whole) and even and not axis.virtual and result.dtype == whole.dtype:
         work = dist.reduce_scatter_single(result, whole, dist.ReduceOp.SUM, axis.group, async_op=True)
         return Steps([_checked(work, axis)], sent), result
     received = whole.new_empty((axis.size, lengths[axis.rank], *whole.shape[1:]))
@@ -143,6 +158,45 @@ def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
     return Steps(gather.works, gather.sent, lambda: _combine(everything, buffer, op))
 
 
+def _double(buffer: Tensor, axis: Axis, op: str) -> Steps:
+    """Recursive doubling: log2(n) rounds, in each of which a rank and its partner combine what they have.
+
+    Both compute the same combination of the same two numbers, so all ranks end with the same bits::
+
+        ranks     0 1 2 3 4 5 6 7
+        round 1   01  23  45  67
+        round 2   0123    4567
+        round 3   01234567
+    """
+    mine = buffer.to(torch.promote_types(buffer.dtype, torch.float32)) if _narrow(buffer) else buffer
+    distances = [1 << power for power in range((axis.size - 1).bit_length())]
+
+    def finish() -> None:
+        theirs = torch.empty_like(mine)
+        for distance in distances if mine.numel() else ():
+            partner = axis.rank ^ distance
+            operations = [("receive", theirs, partner, _DOUBLE_TAG), ("send", mine, partner, _DOUBLE_TAG)]
+            for work in post(axis, operations):
+                work.wait()
+            _INTO[op](mine, theirs, out=mine)
+        if mine is not buffer:
+            buffer.copy_(mine)
+
+    return Steps([], len(distances) * mine.numel() * mine.element_size(), finish)
+
+
+def _widen(buffer: Tensor, axis: Axis) -> Steps:
+    """The backend's sum of 16-bit floats, taken in float32: its own would round at every hop."""
+    wide = buffer.float()
+    steps = all_reduce(wide, axis, "sum", blocking=False)
+
+    def finish() -> None:
+        steps.finish()
+        buffer.copy_(wide)
+
+    return Steps(steps.works, steps.sent, finish)
+
+
 def _scatter_and_gather(buffer: Tensor, axis: Axis) -> Steps:
     """Each rank adds up its part, then the sums are gathered. The second half runs in ``finish``."""
     flat = buffer.view(-1)
@@ -175,7 +229,7 @@ def _combine(parts: Tensor, out: Tensor, op: str) -> None:
         torch.amax(parts, 0, out=out)
     elif op == "min":
         torch.amin(parts, 0, out=out)
-    elif parts.is_floating_point() and parts.element_size() < 4:
+    elif _narrow(parts):
         out.copy_(torch.sum(parts, 0, dtype=torch.promote_types(out.dtype, torch.float32)))
     else:
         torch.sum(parts, 0, dtype=out.dtype, out=out)
@@ -186,9 +240,13 @@ def _others(axis: Axis) -> list[int]:
     return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
-def _native(axis: Axis, tensor: Tensor) -> bool:
+def _native(tensor: Tensor) -> bool:
     """Whether the backend's own collective is to be used: on NCCL always, on gloo see the module's table."""
     return tensor.is_cuda
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() < 4
 
 
 def _checked(work: dist.Work | None, axis: Axis) -> dist.Work:

@@ -47,11 +47,15 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     Every rank ends with the same bits. ``op``: ``sum``, ``mean``, ``max`` or ``min``; ``mean`` needs a
     floating-point tensor and divides after the sum.
     """
-    return start_all_reduce(tensor, axis, op).wait()
+    return _all_reduce(tensor, axis, op, blocking=True).wait()
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
     """Launches :func:`all_reduce`."""
+    return _all_reduce(tensor, axis, op, blocking=False)
+
+
+def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pending[Tensor]:
     _check_operation("all_reduce", tensor, op)
     if axis.size == 1:
         return Pending.ready(tensor)
@@ -59,7 +63,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending[Ten
     buffer = contiguous_like(data)
     if buffer is not data:
         buffer.copy_(data)
-    steps = algorithms.all_reduce(buffer, axis, "sum" if op == "mean" else op)
+    steps = algorithms.all_reduce(buffer, axis, "sum" if op == "mean" else op, blocking=blocking)
 
     def finish() -> Tensor:
         steps.finish()
