@@ -11,12 +11,13 @@ import torch
 from shardweave.comm import Mesh, barrier
 from shardweave.launcher import checkpoint
 from shardweave.launcher import checkpoint_files as files
-from shardweave.launcher.checkpoint import find_resumable, resume, save
+from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.layout import Layout
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
+from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.trainer import Trainer
 from shardweave.launcher.weights import full_parameters
 
@@ -157,6 +158,17 @@ def test_a_path_names_a_checkpoint_or_a_run(tmp_path: Path) -> None:
 
 def test_a_new_run_has_nothing_to_resume(tmp_path: Path) -> None:
     assert resume(Trainer(_config(), Mesh(), dataset=_dataset()), tmp_path, _quiet) is None
+
+
+def test_other_data_is_allowed_and_said(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    said: list[str] = []
+    other = Dataset(_dataset().tokens, 8, 40, 0, "another text")
+    resume(Trainer(_config("run.seed=9"), Mesh(), dataset=other), tmp_path, said.append)
+    assert said == [
+        "warning: `run.seed` has changed since: samples come in another order from here on",
+        "warning: the text of `data.source` has changed since the checkpoint",
+    ]
 
 
 def test_another_global_batch_continues_at_the_next_sample(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -28,134 +27,11 @@ from torch import Tensor
 from shardweave.comm import all_gather, all_reduce, barrier, broadcast, full_index, sharding_of
 from shardweave.launcher import checkpoint_files as files
 from shardweave.launcher.checkpoint_files import CheckpointError, FileEntry, Index
-from shardweave.launcher.config import Config
-from shardweave.launcher.layout import Layout
-from shardweave.launcher.problems import ConfigError, Problem, quoted
-from shardweave.launcher.shape import resolved
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.resumable import Found, find_resumable, model_settings, refused, training_settings
 from shardweave.launcher.trainer import Trainer
 
-__all__ = ["Found", "find_resumable", "resume", "save"]
-
-_MODEL_KEYS = (
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "ffn",
-    "vocab",
-    "position",
-    "norm",
-    "embedding_norm",
-    "activation",
-    "tie_embeddings",
-)
-
-
-def _model(config: Config) -> dict[str, Any]:
-    block = resolved(config).plain()["model"]
-    return {key: block[key] for key in _MODEL_KEYS}
-
-
-def _training(config: Config) -> dict[str, Any]:
-    return {
-        "precision": config.precision,
-        "zero.stage": config.zero.stage,
-        "optimizer.name": config.optimizer.name,
-        "comm.bucket_mb": config.comm.bucket_mb,
-    }
-
-
-# ---------------------------------------------------------------------------------------------- before any rank
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to continue from."""
-
-    path: Path
-    index: Index
-
-
-def find_resumable(config: Config, root: Path, layout: Layout) -> list[Found]:
-    """The whole checkpoints that `checkpoint.resume` allows to continue from, newest first.
-
-    Reads small files only, so a launcher can ask before it starts anything.
-
-    Raises:
-        ConfigError: when the newest one is of another model or layout, or a path that was given is no checkpoint.
-    """
-    wanted = config.checkpoint.resume
-    if wanted == "never":
-        return []
-    if wanted == "auto":
-        candidates = [path for _, path in reversed(files.complete_checkpoints(root))]
-    else:
-        candidates = _given(Path(os.path.expanduser(wanted)))
-    found = []
-    for path in candidates:
-        try:
-            found.append(Found(path, files.read_index(path)))
-        except CheckpointError as error:
-            if wanted != "auto":
-                raise _problem(f"checkpoint.resume: {error}") from None
-    if found:
-        _check_fits(config, layout, found[0])
-    return found
-
-
-def _given(path: Path) -> list[Path]:
-    """A checkpoint's own path, or that of a run, whose newest is meant."""
-    if (path / "checkpoints").is_dir():
-        inside = [inner for _, inner in reversed(files.complete_checkpoints(path / "checkpoints"))]
-        if not inside:
-            raise _problem(f"checkpoint.resume: the run {path} has no whole checkpoint")
-        return inside
-    if not path.is_dir():
-        raise _problem(
-            f"checkpoint.resume: there is no checkpoint {path}; use auto, never, or the path of a run or checkpoint"
-        )
-    return [path]
-
-
-def _problem(text: str) -> ConfigError:
-    return ConfigError([Problem(("checkpoint", "resume"), text)])
-
-
-def _check_fits(config: Config, layout: Layout, found: Found) -> None:
-    index = found.index
-    fresh = "use another run.name, or checkpoint.resume=never to start over"
-    model = _model(config)
-    other = [
-        f"`model.{key}: {quoted(value)}` (there: {quoted(index.model.get(key))})"
-        for key, value in model.items()
-        if index.model.get(key) != value
-    ]
-    if other:
-        raise _problem(f"{found.path} is a checkpoint of another model: {', '.join(other)}; {fresh}")
-    if dict(index.layout) != layout.sizes():
-        there = Layout(
-            data=index.layout["dp"],
-            tensor=index.layout["tp"],
-            pipeline=index.layout["pp"],
-            context=index.layout["cp"],
-        )
-        raise _problem(
-            f"{found.path} was saved on {there} and this run is {layout}: loading on another layout is not built yet; "
-            f"use the same layout, or {fresh.removeprefix('use ')}"
-        )
-    settings = [
-        f"`{key}: {quoted(value)}` (there: {quoted(index.training.get(key))})"
-        for key, value in _training(config).items()
-        if index.training.get(key) != value
-    ]
-    if settings:
-        raise _problem(
-            f"{found.path} was saved with other settings: {', '.join(settings)}: loading under other ones is not "
-            f"built yet; keep them, or {fresh.removeprefix('use ')}"
-        )
-
-
-# ---------------------------------------------------------------------------------------------- on every rank
+__all__ = ["resume", "save"]
 
 
 class _Verdict(IntEnum):
@@ -226,6 +102,8 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
         verdict, problem, state = _try_read(candidate, world.rank, trainer.parts.device)
         if _agree(trainer, verdict, refusal) is _Verdict.FITS and candidate is not None:
             _restore(trainer, candidate, state)
+            for change in _data_changes(trainer, candidate.index):
+                warn(f"warning: {change}")
             return candidate.path
         if problem:
             warn(f"{problem}; the checkpoint before it is used")
@@ -249,7 +127,7 @@ def _agree(trainer: Trainer, verdict: _Verdict, refusal: ConfigError | None) -> 
     device = trainer.parts.device
     worst = _Verdict(int(all_reduce(torch.tensor(int(verdict), device=device), trainer.mesh.world, "max")))
     if worst is _Verdict.REFUSED:
-        raise refusal or _problem("checkpoint.resume: another rank found a checkpoint that does not fit")
+        raise refusal or refused("checkpoint.resume: another rank found a checkpoint that does not fit")
     return worst
 
 
@@ -257,8 +135,19 @@ def _restore(trainer: Trainer, found: Found, state: Mapping[str, Any]) -> None:
     try:
         trainer.parts.optimizer.load_local_state(dict(state))
     except ValueError as error:
-        raise _problem(f"{found.path} does not fit this run: {error}") from None
+        raise refused(f"{found.path} does not fit this run: {error}") from None
     trainer.continue_from(found.index.step, int(found.index.data["samples"]))
+
+
+def _data_changes(trainer: Trainer, index: Index) -> list[str]:
+    """What makes the continuation see other samples than the run would have seen: allowed, but not in silence."""
+    now, then = _data(trainer), index.data
+    changes = {
+        "seed": "`run.seed` has changed since: samples come in another order from here on",
+        "sequence": "`model.sequence` has changed since: the text is cut into other samples from here on",
+        "fingerprint": "the text of `data.source` has changed since the checkpoint",
+    }
+    return [text for key, text in changes.items() if now[key] != then.get(key)]
 
 
 def _together(trainer: Trainer, action: Callable[[], None], what: str) -> None:
@@ -316,19 +205,23 @@ def _gather(trainer: Trainer, entry: FileEntry) -> dict[str, FileEntry]:
     }
 
 
+def _data(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "samples": trainer.samples,
+        "seed": trainer.config.run.seed,
+        "sequence": trainer.parts.shape.sequence,
+        "fingerprint": trainer.dataset.fingerprint if trainer.dataset else "",
+    }
+
+
 def _index(trainer: Trainer, entries: Mapping[str, FileEntry]) -> Index:
     config = trainer.config
     return Index(
         step=trainer.step,
         layout=trainer.parts.layout.sizes(),
-        model=_model(config),
-        training=_training(config),
-        data={
-            "samples": trainer.samples,
-            "seed": config.run.seed,
-            "sequence": config.model.sequence,
-            "fingerprint": trainer.dataset.fingerprint if trainer.dataset else "",
-        },
+        model=model_settings(config),
+        training=training_settings(config),
+        data=_data(trainer),
         versions={"python": platform.python_version(), "torch": torch.__version__},
         files=entries,
     )

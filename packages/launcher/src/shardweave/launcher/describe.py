@@ -6,12 +6,12 @@ import sys
 
 from rich.console import Console
 
-from shardweave.launcher.checkpoint import find_resumable
 from shardweave.launcher.display import show_rows
 from shardweave.launcher.prepare import prepare
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import config_text, read_config
 from shardweave.launcher.request import Request
+from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import resolved
 

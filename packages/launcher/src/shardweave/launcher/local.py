@@ -53,6 +53,7 @@ def train_local(request: Request) -> int:
 def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
     from rich.console import Console
 
+    from shardweave.launcher.checkpoint_files import complete_checkpoints
     from shardweave.launcher.display import MetricsFollower, make_display, show_rows
     from shardweave.launcher.prepare import check_machine, open_run
     from shardweave.launcher.processes import launch_local
@@ -101,5 +102,7 @@ def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
     elif outcome.exit_code == 0:
         show_rows(console, summary(run, time.monotonic() - began))
     else:
-        errors.print("stopped; the same command continues from the newest checkpoint", markup=False)
+        saved = complete_checkpoints(run.checkpoints) if config.checkpoint.resume == "auto" else []
+        where = f"continues from step {saved[-1][0]}" if saved else "starts from the beginning"
+        errors.print(f"stopped; the same command {where}", markup=False)
     return outcome.exit_code

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from shardweave.launcher.assembly import DTYPES
-from shardweave.launcher.checkpoint import find_resumable
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
@@ -24,6 +23,7 @@ from shardweave.launcher.overview import Overview
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import Loaded, read_config
 from shardweave.launcher.request import Request
+from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import transformer_config
 
