@@ -149,6 +149,21 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(dim: int) -> None:
         assert torch.equal(mean, torch.stack(inputs).sum(0).div(3).chunk(3, dim)[axis.rank])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+@pytest.mark.ranks(2)
+def test_reduce_scatter_of_two_ranks(dtype: torch.dtype) -> None:
+    for axis in axes():
+        inputs = [values(rank, 6, 3, dtype=dtype) for rank in range(2)]
+        assert torch.equal(
+            comm.reduce_scatter(inputs[axis.rank], axis), (inputs[0] + inputs[1]).chunk(2)[axis.rank]
+        )
+        uneven = comm.reduce_scatter(inputs[axis.rank], axis, sizes=(6, 0))
+        assert torch.equal(uneven, torch.split(inputs[0] + inputs[1], [6, 0])[axis.rank])
+        if dtype.is_floating_point:
+            wide = comm.reduce_scatter(inputs[axis.rank], axis, out=torch.empty(3, 3, dtype=torch.float64))
+            assert torch.equal(wide, (inputs[0].double() + inputs[1].double()).chunk(2)[axis.rank])
+
+
 @pytest.mark.ranks(2)
 def test_all_to_all_moves_dims() -> None:
     for axis in axes():

@@ -10,7 +10,8 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
                                         else backend, or, for 16-bit      + all-gather by sends
                                         floats and many ranks,
                                         reduce-scatter + all-gather
-    reduce_scatter   backend            all-to-all + local sum            sends + local sum
+    reduce_scatter   backend            two ranks: sends and an add       sends + local sum
+                                        else all-to-all + local sum
     all_gather       backend            sends                             sends
     all_to_all       backend            backend                           sends
     broadcast        backend            backend                           sends
@@ -113,6 +114,8 @@ def reduce_scatter(
     if _native(whole) and even and not axis.virtual and result.dtype == whole.dtype:
         work = dist.reduce_scatter_single(result, whole, dist.ReduceOp.SUM, axis.group, async_op=True)
         return Steps([_checked(work, axis)], sent), result
+    if axis.size == 2:
+        return _swap_and_add(parts, result, axis, sent), result
     received = whole.new_empty((axis.size, lengths[axis.rank], *whole.shape[1:]))
     if axis.virtual or whole.numel() == 0:
         works = _exchange_parts(parts, received, axis)
@@ -212,6 +215,23 @@ def _scatter_and_gather(buffer: Tensor, axis: Axis) -> Steps:
             work.wait()
 
     return Steps(scatter.works, scatter.sent + sent_later, finish)
+
+
+def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: int) -> Steps:
+    """Reduce-scatter of two ranks: each sends one part and adds what it gets to the other."""
+    mine, peer = parts[axis.rank], 1 - axis.rank
+    theirs = torch.empty_like(mine)
+    operations = [("receive", theirs, peer, _SCATTER_TAG), ("send", parts[peer], peer, _SCATTER_TAG)]
+    works = post(axis, [operation for operation in operations if operation[1].numel()])
+
+    def finish() -> None:
+        if mine.dtype == out.dtype and not _narrow(mine):
+            torch.add(mine, theirs, out=out)
+        else:
+            wide = torch.promote_types(out.dtype, torch.float32) if _narrow(mine) else out.dtype
+            out.copy_(mine.to(wide) + theirs.to(wide))
+
+    return Steps(works, sent, finish)
 
 
 def _exchange_parts(parts: Sequence[Tensor], received: Tensor, axis: Axis) -> list[dist.Work]:
