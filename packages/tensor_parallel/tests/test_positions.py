@@ -8,7 +8,8 @@ import pytest
 import torch
 from packages.tensor_parallel.tests.reference import F64, assert_near, values
 
-from shardweave.tensor_parallel import Alibi, Rotary, alibi_bias, alibi_slopes
+from shardweave.comm import Axis
+from shardweave.tensor_parallel import Alibi, ParallelAttention, Rotary, alibi_bias, alibi_slopes
 
 
 def test_rotation_is_multiplication_by_a_complex_number() -> None:
@@ -82,3 +83,23 @@ def test_a_mask_is_made_once_and_for_the_heads_at_hand() -> None:
     assert torch.equal(alibi(query, 2, causal=False)[0], expected)
     assert not list(alibi.parameters())
     assert not alibi.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_training_after_evaluation_in_inference_mode(kind: str, dropout: float) -> None:
+    def train(evaluate_first: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        rotary, alibi = (Rotary(4) if kind == "rotary" else None), kind == "alibi"
+        layer = ParallelAttention(
+            8, 2, Axis.single("tp"), rotary=rotary, alibi=alibi, dropout=dropout, dtype=F64
+        )
+        if evaluate_first:
+            with torch.inference_mode():
+                layer.eval()(values(5, 1, 8))
+        x = values(5, 1, 8).requires_grad_()
+        layer.train()(x, keys=torch.arange(5, dtype=torch.int32).view(5, 1)).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(train(True), train(False))

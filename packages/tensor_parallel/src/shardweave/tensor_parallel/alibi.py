@@ -64,7 +64,10 @@ class Alibi(nn.Module):
         key = (x.shape[1], x.shape[2], first, causal, x.device, x.dtype)
         if key not in self._cache:
             self._cache.clear()  # a run has one length; evaluation with another one must not collect them all
-            self._cache[key] = self._mask(x, first, causal, torch.arange(x.shape[2], device=x.device))
+            with torch.inference_mode(
+                False
+            ):  # what evaluation leaves here, a training step saves for backward
+                self._cache[key] = self._mask(x, first, causal, torch.arange(x.shape[2], device=x.device))
         return self._cache[key]
 
     def _mask(self, x: Tensor, first: int, causal: bool, positions: Tensor) -> Tensor:

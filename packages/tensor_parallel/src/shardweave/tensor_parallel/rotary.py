@@ -49,7 +49,10 @@ class Rotary(nn.Module):
         key = (x.shape[-2], x.device, x.dtype)
         if key not in self._cache:
             self._cache.clear()  # a run has one length; evaluation with another one must not collect them all
-            self._cache[key] = self._angles(torch.arange(x.shape[-2], device=x.device), x)
+            with torch.inference_mode(
+                False
+            ):  # what evaluation leaves here, a training step saves for backward
+                self._cache[key] = self._angles(torch.arange(x.shape[-2], device=x.device), x)
         return self._cache[key]
 
     def _angles(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
