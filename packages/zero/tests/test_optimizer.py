@@ -253,17 +253,28 @@ def test_frozen_parameters() -> None:
         optimizer.step()
 
 
-def test_gradients_add_up_until_zero_grad_as_torch_does() -> None:
-    net, plain = model(), model()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1, clip=0.05)
-    right = torch.optim.SGD(plain.parameters(), lr=0.1)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_a_step_consumes_its_gradients(stage: int) -> None:
+    """No ``zero_grad``, or only the module's, which does not see reduced gradients; a skipped step as well."""
+    axis = Mesh(dp=2).data
+    net = model()
+    optimizer = ZeroOptimizer(
+        net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL
+    )
     for step in range(3):
-        loss_of(net, batch(step, 0)).backward()
+        if step == 1:
+            (loss_of(net, batch(99, axis.rank)) * float("inf")).backward()
+            optimizer.step()
+            assert optimizer.step_skipped
+        if step == 2:
+            net.zero_grad()
+        loss_of(net, batch(step, axis.rank)).backward()
         optimizer.step()
-        loss_of(plain, batch(step, 0)).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-        right.step()
-    assert_equal(net, list(plain.parameters()))
+        assert all(parameter.grad is None for parameter in net.parameters())
+        assert all(unit.shard.gradient is None for unit in optimizer._units)
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 2)
+    assert_equal(net, right)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -294,6 +305,13 @@ def test_zero_grad_to_zeros_keeps_parameters_in_the_step() -> None:
     optimizer.step()
     assert weights[0].tolist() == [0.5, 0.5]
     assert weights[1].tolist() == [1.0, 1.0]
+    optimizer.zero_grad(set_to_none=False)  # the step has consumed the zero, and it counts all the same
+    optimizer.step()
+    assert weights[0].tolist() == [0.25, 0.25]
+    assert weights[1].tolist() == [1.0, 1.0]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert weights[0].tolist() == [0.25, 0.25]
 
 
 def test_module_zero_grad_is_heard() -> None:

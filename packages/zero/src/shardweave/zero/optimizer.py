@@ -80,6 +80,9 @@ class ZeroOptimizer(Optimizer):
     A parameter that had no gradient on any data rank is left out of the step, as torch does with ``.grad is
     None``; if it had one on some ranks, the others count as zero. ``.grad`` is handed over when it is final and
     reads ``None`` from then on; to look at gradients or edit them, run ``backward`` in :meth:`accumulate`.
+
+    ``step`` consumes the gradients, also when it skips; ``zero_grad`` after it is allowed and does nothing more, and
+    ``module.zero_grad()`` is as good. Other than with torch, no gradient is left to be added to the next step's.
     """
 
     def __init__(
@@ -112,9 +115,11 @@ class ZeroOptimizer(Optimizer):
         check_elementwise(torch_optimizer)
         self._kind, self._data, self._model = torch_optimizer, data, model or Axis.single()
         self._units: tuple[Unit, ...] = ()
+        self._consumed: tuple[set[int], ...] = ()
         self._built = self._closed = False
         self._init_groups(params, optimizer_arguments)
         self._build(optimizer_arguments)
+        self._consumed = tuple(set() for _ in self._units)
         self._built = True
         self.skipped = 0
         """Steps that were skipped because a gradient was not finite."""
@@ -149,21 +154,28 @@ class ZeroOptimizer(Optimizer):
             self._reducer.finish()
             summary = self._norm.summarize(0, num_missing(self._units))
         self.grad_norm = summary.norm
-        self.step_skipped = self._decide(summary.broken or not bool(torch.isfinite(summary.norm)))
-        if not self.step_skipped:
-            scale_gradients(self._units, clip_coefficient(summary.norm, self._options.clip))
-            if summary.missing:
-                agree_on_present(self._units, self._data)
-            self._update()
+        try:
+            self.step_skipped = self._decide(summary.broken or not bool(torch.isfinite(summary.norm)))
+            if not self.step_skipped:
+                scale_gradients(self._units, clip_coefficient(summary.norm, self._options.clip))
+                if summary.missing:
+                    agree_on_present(self._units, self._data)
+                self._update()
+        finally:
+            self._consume()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, also those whose reduction is under way.
+        """Forgets all gradients, also those whose reduction is under way; after :meth:`step` there are none.
 
-        ``set_to_none=False``: parameters that had one count as having a gradient of zero in the next step.
-        Their ``.grad`` reads ``None`` in both cases: zeros need no memory here.
+        ``set_to_none=False``: parameters that had one, before the last step too, count as having a gradient of
+        zero in the next step. Their ``.grad`` reads ``None`` in both cases: zeros need no memory here.
         """
-        had = [unit.present | unit.local.arrived for unit in self._units]
+        had = [
+            unit.present | unit.local.arrived | consumed
+            for unit, consumed in zip(self._units, self._consumed, strict=True)
+        ]
+        self._consumed = tuple(set() for _ in self._units)
         self._reducer.discard()
         for unit, present in zip(self._units, had, strict=True):
             unit.present = set() if set_to_none else present
@@ -326,6 +338,19 @@ class ZeroOptimizer(Optimizer):
         for gather in pending:
             if gather is not None:
                 gather.wait()
+
+    def _consume(self) -> None:
+        """Forgets the step's gradients; the cycle is complete, so every rank can do it for itself.
+
+        Leaving that to ``zero_grad`` would add them to the next step's wherever a loop calls the module's, which
+        cannot know of reduced gradients.
+        """
+        self._consumed = tuple(unit.present for unit in self._units)
+        for unit in self._units:
+            unit.drop_gradient()
+            unit.present = set()
+        for parameter in self._frozen:
+            parameter.grad = None
 
     def _publish(self) -> None:
         pending = [unit.start_all_gather() for unit in self._units]

@@ -56,7 +56,7 @@ class Unit:
         self.local = LocalGradients(flat, formats.gradients, keep=not self._frees)
         self.optimizer = make_optimizer(self.shard.pieces)
         self.present: set[int] = set()
-        """Slots whose parameter has had a gradient since ``zero_grad``, here or on another rank."""
+        """Slots whose parameter has had a gradient since the last step, here or on another rank."""
         self._incoming: Tensor | None = None
         self._spare: Tensor | None = None
 
