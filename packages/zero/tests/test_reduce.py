@@ -366,3 +366,19 @@ def test_a_pass_that_ends_while_others_are_held_closes_nothing() -> None:
     assert mesh.ledger.total("data", "reduce_scatter").calls == 3
     assert mesh.ledger.total("data", "all_reduce").calls == 2  # the norm; a parameter is missing
     assert first.tolist() == second.tolist() == [-2.0] * 4
+
+
+@pytest.mark.ranks(2)
+def test_zero_grad_forgets_a_micro_batch_at_stage_two() -> None:
+    """Also where nothing travels, and when only some ranks had a gradient in it."""
+    for axis in (Axis.single("data"), Mesh(dp=2).data):
+        net = model()
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=axis, stage=2, lr=0.1)
+        with optimizer.accumulate():
+            if axis.rank == 0:
+                loss_of(net, batch(99, 0)).backward()
+        optimizer.zero_grad()
+        loss_of(net, batch(0, axis.rank)).backward()
+        optimizer.step()
+        right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), axis.size, steps=1)
+        assert_equal(net, right)

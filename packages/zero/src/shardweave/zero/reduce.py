@@ -91,6 +91,8 @@ class Reducer:
             for parameter in unit.parameters:
                 gradient_work(parameter).release()
         if completed and self._eager and not self._accumulating:
+            # Launched here without any gradient too, and on one rank: there is something to forget everywhere.
+            self._touched = True
             self._close()
             self._next = 0
 
