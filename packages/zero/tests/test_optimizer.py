@@ -454,3 +454,14 @@ def test_different_models_on_two_data_ranks_are_refused_on_both() -> None:
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     with pytest.raises(ValueError, match="differ over axis 'data'"):
         ZeroOptimizer(parameters, torch.optim.SGD, data=axis, lr=0.1)
+
+
+def test_momentum_of_a_parameter_whose_first_gradient_comes_later() -> None:
+    early, late = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = ZeroOptimizer([early, late], torch.optim.SGD, data=Axis.single(), lr=1.0, momentum=0.5)
+    early.sum().backward()
+    optimizer.step()
+    (early.sum() + late.sum()).backward()
+    optimizer.step()
+    assert early.tolist() == [1 - 1 - 1.5] * 3
+    assert late.tolist() == [0.0] * 3

@@ -62,8 +62,8 @@ class ZeroOptimizer(Optimizer):
     (``data=Axis.single()``), where it is the plain optimizer with the same arithmetic.
 
     ``params``: parameters, ``(name, parameter)`` pairs, or groups. ``torch_optimizer``: the class, e.g.
-    ``torch.optim.AdamW``; its own arguments follow as keywords (its fused implementation is chosen
-    where there is one, unless ``fused`` or ``foreach`` is given).
+    ``torch.optim.AdamW``; its own arguments follow as keywords (the fused implementation of
+    Adam, AdamW and Adagrad is chosen where there is one, unless ``fused`` or ``foreach`` is given).
     ``data``: the axis to reduce over and to shard over (``mesh.data``). ``model``: the axis over which the
     model itself is spread (``mesh.model``); needed when parameters carry sharding records.
     ``stage``: 0, 1 or 2, see the module's table. ``clip``: largest global gradient norm, as
