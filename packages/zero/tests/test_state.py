@@ -122,3 +122,16 @@ def test_state_dict_has_torchs_shape() -> None:
     assert right.keys() <= packed.keys()
     assert [group["params"] for group in packed["param_groups"]] == [[0, 1, 2, 3], [4, 5, 6]]
     assert packed["state"][1]["exp_avg"].shape == (35,)
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_another_tensor_rank_is_refused() -> None:
+    mesh = Mesh(tp=2)
+    optimizer = build(model(), mesh.data, 1, model=mesh.model)
+    state = optimizer.local_state()
+    optimizer.load_local_state(state)
+    other = 1 - mesh.model.rank
+    with pytest.raises(ValueError, match=f"saved with model_rank={other}, and here"):
+        optimizer.load_local_state({**state, "layout/model_rank": other})
+    with pytest.raises(ValueError, match="saved with model_size=4, and here"):
+        optimizer.load_local_state({**state, "layout/model_size": 4})

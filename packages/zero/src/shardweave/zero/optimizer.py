@@ -363,5 +363,7 @@ class ZeroOptimizer(Optimizer):
             "stage_is_sharded": self._options.stage > 0,
             "data_size": self._data.size,
             "data_rank": self._data.rank,
+            "model_size": self._model.size,
+            "model_rank": self._model.rank,
             "optimizer": self._kind.__name__,
         }

@@ -2,7 +2,7 @@
 
 A flat dict, so that any format can hold it: tensors into safetensors, the rest into JSON::
 
-    layout/...               stage, data_size, data_rank, optimizer: what it fits
+    layout/...               stage, sizes of and ranks on data and model axis, optimizer: what it fits
     range/<parameter>        [begin, end) of this rank's piece in the flattened local parameter
     value/<parameter>        the piece, in the masters' format
     state/<parameter>/<key>  the optimizer's state of the piece: exp_avg, step, ...
