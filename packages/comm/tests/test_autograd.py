@@ -69,6 +69,15 @@ def test_all_to_all_goes_back_the_way_it_came() -> None:
     assert torch.equal(x.grad, x)
 
 
+@pytest.mark.ranks(2)
+def test_second_derivatives_are_refused_rather_than_wrong() -> None:
+    axis = Mesh(tp=2).tp
+    x = drawn(axis.rank, 4).requires_grad_()
+    (grad,) = torch.autograd.grad(comm.gather_for(x, axis, 0).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_one_rank_leaves_no_node_in_the_graph() -> None:
     axis, x = Axis.single(), torch.ones(2, requires_grad=True)
     assert comm.copy_to(x, axis) is x

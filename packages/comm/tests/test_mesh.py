@@ -82,6 +82,19 @@ def test_two_meshes_live_in_one_process() -> None:
 
 
 @pytest.mark.ranks(4)
+def test_the_timeout_holds_for_messages_too() -> None:
+    mesh = Mesh(pp=2, dp=2, timeout=3)
+    if mesh.pp.is_first:
+        for axis in (mesh.pp, mesh.world):
+            begin = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"[Tt]im"):
+                comm.receive(torch.zeros(1), axis, axis.size - 1)
+            assert time.monotonic() - begin < 15
+    else:
+        time.sleep(8)
+
+
+@pytest.mark.ranks(4)
 def test_links_are_classified_by_node() -> None:
     mesh = Mesh(dp=2, tp=2, ranks_per_node=2)
     assert (mesh.tp.link, mesh.dp.link, mesh.world.link) == ("node", "network", "network")

@@ -61,6 +61,21 @@ def test_a_copied_parameter_has_no_record() -> None:
 
 
 @pytest.mark.ranks(4)
+def test_splits_over_derived_axes_and_parts_of_an_axis_are_counted_once() -> None:
+    for mesh in (Mesh(tp=4), Mesh(pp=2, tp=2)):
+        blocks = mesh.model.blocks(2)
+        for axis, full in ((mesh.model, 12), (mesh.world, 12), (blocks, 6)):
+            split = nn.Parameter(torch.ones(3))
+            set_sharding(split, Sharding("s", (full,), (Split(axis, 0, 3 * axis.rank),)))
+            counted = torch.tensor([split.numel() * counts_here(split, mesh.model)])
+            if axis is not blocks or mesh.pp.size == 1:
+                assert all_reduce(counted, mesh.model).item() == full
+        stage = nn.Parameter(torch.ones(3))
+        set_sharding(stage, Sharding("p", (3,), exclusive=(mesh.model,)))
+        assert all_reduce(torch.tensor([3 * counts_here(stage, mesh.model)]), mesh.model).item() == 12
+
+
+@pytest.mark.ranks(4)
 def test_every_logical_element_is_counted_once() -> None:
     mesh = Mesh(pp=2, tp=2)
     split = nn.Parameter(torch.ones(5))

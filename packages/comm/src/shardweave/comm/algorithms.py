@@ -43,7 +43,7 @@ from .partition import split_sizes
 
 __all__ = ["Steps", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
-_GATHER_TAG, _SCATTER_TAG, _BROADCAST_TAG, _DOUBLE_TAG = (MAX_TAG + number for number in range(4))
+_GATHER, _SCATTER, _BROADCAST, _DOUBLE = range(4)
 
 _SMALL = 1 << 20
 """All-reduces whose gathered parts together take fewer bytes than this are gathered and added."""
@@ -97,8 +97,8 @@ def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axi
         own.copy_(mine)
     operations: list[tuple[str, Tensor, int, int]] = []
     for peer in _others(axis):
-        operations.append(("receive", parts[peer], peer, _GATHER_TAG))
-        operations.append(("send", mine, peer, _GATHER_TAG))
+        operations.append(("receive", parts[peer], peer, _tag(axis, _GATHER)))
+        operations.append(("send", mine, peer, _tag(axis, _GATHER)))
     works = post(axis, [operation for operation in operations if operation[1].numel()])
     return Steps(works, (axis.size - 1) * size)
 
@@ -149,8 +149,8 @@ def broadcast(buffer: Tensor, axis: Axis, source: int) -> Steps:
         work = dist.broadcast(buffer, axis.ranks[source], axis.group, async_op=True)
         return Steps([_checked(work, axis)], sent)
     if axis.rank != source:
-        return Steps(post(axis, [("receive", buffer, source, _BROADCAST_TAG)]), 0)
-    return Steps(post(axis, [("send", buffer, peer, _BROADCAST_TAG) for peer in _others(axis)]), sent)
+        return Steps(post(axis, [("receive", buffer, source, _tag(axis, _BROADCAST))]), 0)
+    return Steps(post(axis, [("send", buffer, peer, _tag(axis, _BROADCAST)) for peer in _others(axis)]), sent)
 
 
 def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
@@ -172,13 +172,17 @@ def _double(buffer: Tensor, axis: Axis, op: str) -> Steps:
         round 3   01234567
     """
     mine = buffer.to(torch.promote_types(buffer.dtype, torch.float32)) if _narrow(buffer) else buffer
+    tag = _tag(axis, _DOUBLE)
     distances = [1 << power for power in range((axis.size - 1).bit_length())]
 
     def finish() -> None:
         theirs = torch.empty_like(mine)
         for distance in distances if mine.numel() else ():
             partner = axis.rank ^ distance
-            operations = [("receive", theirs, partner, _DOUBLE_TAG), ("send", mine, partner, _DOUBLE_TAG)]
+            operations = [
+                ("receive", theirs, partner, tag),
+                ("send", mine, partner, tag),
+            ]
             for work in post(axis, operations):
                 work.wait()
             _INTO[op](mine, theirs, out=mine)
@@ -221,7 +225,10 @@ def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: int) -
     """Reduce-scatter of two ranks: each sends one part and adds what it gets to the other."""
     mine, peer = parts[axis.rank], 1 - axis.rank
     theirs = torch.empty_like(mine)
-    operations = [("receive", theirs, peer, _SCATTER_TAG), ("send", parts[peer], peer, _SCATTER_TAG)]
+    operations = [
+        ("receive", theirs, peer, _tag(axis, _SCATTER)),
+        ("send", parts[peer], peer, _tag(axis, _SCATTER)),
+    ]
     works = post(axis, [operation for operation in operations if operation[1].numel()])
 
     def finish() -> None:
@@ -238,8 +245,8 @@ def _exchange_parts(parts: Sequence[Tensor], received: Tensor, axis: Axis) -> li
     received[axis.rank].copy_(parts[axis.rank])
     operations: list[tuple[str, Tensor, int, int]] = []
     for peer in _others(axis):
-        operations.append(("receive", received[peer], peer, _SCATTER_TAG))
-        operations.append(("send", parts[peer], peer, _SCATTER_TAG))
+        operations.append(("receive", received[peer], peer, _tag(axis, _SCATTER)))
+        operations.append(("send", parts[peer], peer, _tag(axis, _SCATTER)))
     return post(axis, [operation for operation in operations if operation[1].numel()])
 
 
@@ -267,6 +274,11 @@ def _native(tensor: Tensor) -> bool:
 
 def _narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def _tag(axis: Axis, kind: int) -> int:
+    """Tags above those of callers, different for each kind and for axes that share a group."""
+    return MAX_TAG + 4 * axis.channel + kind
 
 
 def _checked(work: dist.Work | None, axis: Axis) -> dist.Work:

@@ -15,7 +15,8 @@ all ranks. The names say it::
 ``gather_from``/``scatter_to`` and ``gather_for``/``reduce_scatter_to`` are each other's adjoints, as are
 ``copy_to``/``reduce_from`` (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2).
 
-Inputs are never modified. On an axis of one rank each is the identity and leaves no node in the graph.
+Inputs are never modified. A second derivative is refused: it would have to go through the collective of the
+backward. On an axis of one rank each is the identity and leaves no node in the graph.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .axis import Axis
 from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -109,6 +111,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
@@ -119,6 +122,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -131,6 +135,7 @@ class _GatherFrom(torch.autograd.Function):
         return all_gather(x, axis, dim, sizes=sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _slice(grad, ctx.axis, ctx.dim, ctx.lengths), None, None, None
 
@@ -142,6 +147,7 @@ class _ScatterTo(torch.autograd.Function):
         return _slice(x, axis, dim, lengths).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim, sizes=ctx.lengths), None, None, None
 
@@ -153,6 +159,7 @@ class _GatherFor(torch.autograd.Function):
         return all_gather(x, axis, dim, sizes=sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return reduce_scatter(grad, ctx.axis, ctx.dim, sizes=ctx.sizes), None, None, None
 
@@ -164,6 +171,7 @@ class _ReduceScatterTo(torch.autograd.Function):
         return reduce_scatter(x, axis, dim, sizes=lengths)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim, sizes=ctx.lengths), None, None, None
 
@@ -175,6 +183,7 @@ class _ExchangeBetween(torch.autograd.Function):
         return all_to_all(x, axis, split_dim=split_dim, concat_dim=concat_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back = all_to_all(grad, ctx.axis, split_dim=ctx.concat_dim, concat_dim=ctx.split_dim)
         return back, None, None, None

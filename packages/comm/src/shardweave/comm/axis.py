@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from zlib import crc32
 
 import torch.distributed as dist
 
@@ -76,6 +78,11 @@ class Axis:
     def is_last(self) -> bool:
         """Whether this process is the axis' last rank."""
         return self.rank == self.size - 1
+
+    @cached_property
+    def channel(self) -> int:
+        """Keeps apart, in tags, the messages of axes that share a process group: 0, or a hash of the ranks."""
+        return 0 if not self.virtual else 1 + crc32(repr(self.ranks).encode()) % ((1 << 26) - 1)
 
     def subset(self, positions: Sequence[int]) -> Axis | None:
         """The axis over some positions of this one, in the order given.

@@ -29,8 +29,8 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10dBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from .axis import Axis
 from .ledger import Ledger
@@ -85,8 +85,8 @@ class Mesh:
     ) -> None:
         """Builds all process groups.
 
-        ``timeout``: seconds after which a collective on any of the axes fails. torch would give sub-groups
-        its default of 30 minutes whatever ``init_process_group`` was told.
+        ``timeout``: seconds after which a collective, send or receive on any of the axes fails. torch would give
+        sub-groups its default of 30 minutes whatever ``init_process_group`` was told.
         ``ranks_per_node``: where nodes end, for the ledger's link classes; default: ``LOCAL_WORLD_SIZE``,
         else one node.
         """
@@ -120,30 +120,27 @@ class Mesh:
         """One process group for each set of axes that spans more than one rank.
 
         Keyed by the axes that are larger than one, so that, say, ``data`` and ``dp`` share a group when
-        there is no context parallelism, and whatever spans the whole world uses the default group.
+        there is no context parallelism. None is the default group: two meshes over one world would share it,
+        and it has another timeout.
         """
         wide = [name for name in AXES if self.shape[name] > 1]
         if not wide:
             return {}
-        world = dist.group.WORLD
-        if world is None:
-            raise AssertionError("a world of several ranks has a default group")
-        groups = {frozenset(wide): world}
-        if len(wide) > 1:
-            device = torch.accelerator.current_accelerator() or torch.device("cpu")
-            mesh = init_device_mesh(
-                device.type, tuple(self.shape[name] for name in wide), mesh_dim_names=tuple(wide)
-            )
-            for name in wide:
-                groups[frozenset({name})] = mesh.get_group(name)
-            for factors in DERIVED.values():
-                key = frozenset(factors) & frozenset(wide)
-                if key and key not in groups:
-                    names = tuple(name for name in wide if name in key)
-                    groups[key] = mesh[names]._flatten("_".join(names)).get_group()
-            self._owned = [group for group in groups.values() if group is not world]
-        for group in self._owned:
-            _set_pg_timeout(timeout, group)
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        backend = _backend(device, timeout)
+        mesh = init_device_mesh(
+            device.type,
+            tuple(self.shape[name] for name in wide),
+            mesh_dim_names=tuple(wide),
+            backend_override=dict.fromkeys(wide, backend),
+        )
+        groups = {frozenset({name}): mesh.get_group(name) for name in wide}
+        for factors in DERIVED.values():
+            names = tuple(name for name in wide if name in factors)
+            if names and frozenset(names) not in groups:
+                flat = mesh[names]._flatten("_".join(names), backend_override=backend)
+                groups[frozenset(names)] = flat.get_group()
+        self._owned = list(groups.values())
         return groups
 
     def _axis(
@@ -163,6 +160,21 @@ class Mesh:
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self.shape.items()) + ")"
+
+
+def _backend(device: torch.device, timeout: timedelta) -> tuple[str, C10dBackend.Options]:
+    """The backend of a device's groups, with a timeout that holds from a group's creation on.
+
+    Changing it later (``_set_pg_timeout``) reaches gloo's collectives, not its sends and receives, which would
+    then wait for torch's default of 30 minutes.
+    """
+    options: C10dBackend.Options
+    if device.type == "cuda":
+        name, options = "nccl", dist.ProcessGroupNCCL.Options()
+    else:
+        name, options = "gloo", dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
+    options._timeout = timeout
+    return name, options
 
 
 def _check_shape(shape: Mapping[str, int], world: int) -> None:

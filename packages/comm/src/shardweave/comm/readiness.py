@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["GradientWork", "Subscription", "WeightGradients", "gradient_work"]
@@ -127,7 +128,8 @@ class WeightGradients:
         count = len(self._pieces) if pieces is None else pieces
         due, self._pieces = self._pieces[:count], self._pieces[count:]
         for parameters, compute in due:
-            compute()
+            with torch.no_grad():  # as in autograd's own accumulation
+                compute()
             for parameter in parameters:
                 gradient_work(parameter).complete(parameter)
 

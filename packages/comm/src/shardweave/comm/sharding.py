@@ -17,7 +17,7 @@ What an axis can mean to a parameter::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,10 +107,10 @@ def counts_here(parameter: Tensor, model: Axis) -> bool:
     once. (The data axis is not part of it: there every rank holds the same model.)
     """
     record = sharding_of(parameter)
-    split_axes = {split.axis for split in record.splits}
     if any(split.copy for split in record.splits) or (record.tied is not None and not record.tied.is_first):
         return False
-    return all(axis.is_first or axis in split_axes or axis in record.exclusive for axis in _plain(model))
+    apart = [*(split.axis for split in record.splits), *record.exclusive]
+    return all(_counts_on(axis, apart) for axis in model.factors or (model,))
 
 
 def full_index(parameter: Tensor) -> tuple[slice, ...]:
@@ -126,5 +126,14 @@ def full_index(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, parameter.shape, strict=True))
 
 
-def _plain(axis: Axis) -> Iterable[Axis]:
-    return axis.factors or (axis,)
+def _counts_on(axis: Axis, apart: Sequence[Axis]) -> bool:
+    """Whether this rank counts, as far as ``axis`` goes. ``apart``: axes whose ranks hold different things.
+
+    Those may be the axis itself, a derived axis that includes it, or a part of it: then the part that the axis
+    begins with counts, and the others hold copies.
+    """
+    ranks = set(axis.ranks)
+    for other in apart:
+        if ranks <= set(other.ranks) or (set(other.ranks) <= ranks and axis.ranks[0] in other.ranks):
+            return True
+    return axis.is_first
