@@ -236,3 +236,37 @@ def test_memory_does_not_grow_with_steps() -> None:
         mine.zero_grad()
         sizes.append(live_bytes())
     assert sizes[11] == sizes[3]
+
+
+class InPlaceThen(nn.Module):
+    """Starts with an operation in place, on what the stage of the same rank before it returned."""
+
+    def __init__(self, after: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.after = nn.Parameter(torch.ones(3)), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.after(x.mul_(2) * self.weight)
+        return result
+
+
+def in_place_on_one_rank(after: nn.Module) -> list[Tensor | None]:
+    """Gradients of two such stages on one rank for ones as the input and the sum as the loss."""
+    plan = made_of("0F0 1F0 1B0 0B0", rank_of_stage=(0, 0), micro_batches=1)
+    stages = [InPlaceThen(after), InPlaceThen(after)]
+    pipeline = Pipeline(stages, Axis.single("pp"), plan, loss=lambda output, target: output.sum())
+    pipeline.step([torch.ones(3)], [None])
+    return [stage.weight.grad for stage in stages]
+
+
+def test_a_stage_may_change_in_place_what_the_stage_before_does_not_need() -> None:
+    first, second = in_place_on_one_rank(nn.Identity())
+    assert first is not None
+    assert second is not None
+    assert first.tolist() == [4.0] * 3
+    assert second.tolist() == [4.0] * 3
+
+
+def test_a_change_in_place_of_what_the_stage_before_needs_is_found() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        in_place_on_one_rank(nn.Tanh())

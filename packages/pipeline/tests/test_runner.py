@@ -368,3 +368,47 @@ def test_an_output_that_cannot_be_passed_on_is_refused() -> None:
     pipeline = Pipeline([Wrong()], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=1))
     with pytest.raises(ValueError, match=r"output of stage 0 \(Wrong\) is a dict"):
         pipeline.step([torch.ones(())])
+
+
+@pytest.mark.ranks(2)
+def test_a_step_without_autograd_is_refused_on_every_rank() -> None:
+    mesh = Mesh(pp=2)
+    plan = schedule("1f1b", stages=2, micro_batches=2)
+    pipeline = Pipeline([Block(mesh.pp.rank)], mesh.pp, plan, loss=squares)
+    inputs, targets = batch([2, 2])
+    with torch.no_grad(), pytest.raises(ValueError, match="call evaluate"):
+        pipeline.step(inputs, targets)
+    # On one rank only: the others are told.
+    message = "call evaluate" if mesh.pp.is_first else "rank 0 .* refused"
+    with torch.inference_mode(mesh.pp.is_first), pytest.raises(ValueError, match=message):
+        pipeline.step(inputs, targets)
+    pipeline.step(inputs, targets)
+
+
+class InPlace(nn.Module):
+    """A layer behind an in-place activation: autograd refuses it on a leaf."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.relu = Block(index).linear, nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(self.relu(x))
+        return result
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.ranks(3)
+def test_a_stage_may_start_with_an_operation_in_place(name: str) -> None:
+    mesh = Mesh(pp=3)
+    plan = schedule(name, stages=3, micro_batches=4)
+    mine, whole = InPlace(mesh.pp.rank), nn.Sequential(*(InPlace(stage) for stage in range(3)))
+    pipeline = Pipeline([mine], mesh.pp, plan, loss=squares)
+    inputs, targets = batch([2, 1, 3, 2])
+    # The first stage changes the caller's own tensors, as without a pipeline.
+    pipeline.step([x.clone() for x in inputs], targets)
+    serial_step(whole, [x.clone() for x in inputs], targets, 1.0)
+    for p, its in zip(mine.parameters(), whole[mesh.pp.rank].parameters(), strict=True):
+        close(p.grad, its.grad)
+        assert p.grad is not None
+        assert p.grad.any()

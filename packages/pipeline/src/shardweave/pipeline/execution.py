@@ -20,7 +20,7 @@ from .actions import Action
 from .feed import Feed
 from .lowering import Exchange, Program, Run, Settle
 from .mailbox import Mailbox
-from .stage import Running, Stage
+from .stage import Running, Stage, alias
 from .values import Value
 
 __all__ = ["Execution", "Holds"]
@@ -92,7 +92,7 @@ class Execution:
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
-        inputs = self._inputs(action)
+        leaves, inputs = self._inputs(action)
         output, signature = stage.call(inputs, self._feed.keywords(micro_batch))
         if stage.is_last:
             kept = self._finish(stage, output, micro_batch)
@@ -101,20 +101,24 @@ class Execution:
             # Detached: the next stage's graph begins with its own leaves, also when it is on this rank.
             self._mailbox.put(action, tuple(tensor.detach() for tensor in kept), signature)
         if torch.is_grad_enabled():
-            # The caller's inputs are not ours: their gradients, if they have any, stay where they are.
-            leaves = inputs if action.stage else ()
             self._running[action.stage, micro_batch] = Running(leaves, kept)
 
-    def _inputs(self, action: Action) -> tuple[Tensor, ...]:
+    def _inputs(self, action: Action) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The leaves that this stage's backward fills, and what its module is called with."""
         if action.stage == 0:
-            return self._feed.input(action.micro_batch)
+            # The caller's inputs are not ours: their gradients, if they have any, stay where they are.
+            return (), self._feed.input(action.micro_batch)
         source = Action("F", action.stage - 1, action.micro_batch)
-        tensors = self._mailbox.take(source)
-        signature = self._mailbox.signature(source)
-        return tuple(
-            tensor.requires_grad_(spec.requires_grad)
-            for tensor, spec in zip(tensors, signature.tensors, strict=True)
+        received = self._mailbox.take(source)
+        wanted = [spec.requires_grad for spec in self._mailbox.signature(source).tensors]
+        leaves = tuple(
+            tensor.detach().requires_grad_(wants) for tensor, wants in zip(received, wanted, strict=True)
         )
+        inputs = tuple(
+            alias(leaf, tensor) if leaf.requires_grad else tensor
+            for leaf, tensor in zip(leaves, received, strict=True)
+        )
+        return leaves, inputs
 
     def _finish(self, stage: Stage, output: Value, micro_batch: int) -> tuple[Tensor, ...]:
         """Takes the last stage's output; returns what its backward starts from."""

@@ -42,7 +42,8 @@ class Pipeline:
 
     Stages are called as ``module(value, **keywords)``, or ``module(*values, **keywords)`` when the stage
     before returned a tuple. They pass on a tensor or a tuple of tensors; integer and boolean tensors carry
-    no gradient. What a stage returned must not be changed in place: it may still be on its way.
+    no gradient. What a stage returned must not be changed in place by itself later: it may still be on its
+    way. What a stage received may be (``nn.ReLU(inplace=True)`` in front).
 
     Gradients of all micro-batches add up in ``parameter.grad``, in ascending order. Through
     ``comm.gradient_work`` a parameter's gradient counts as final with the last backward of its stage, so that
@@ -127,9 +128,9 @@ class Pipeline:
             stage; ``None`` on the others.
 
         Raises:
-            ValueError: a number of inputs, targets or arguments other than that of micro-batches, before
-                the first message and, unless shapes are fixed already, on every rank; or a value between
-                stages that cannot be passed on.
+            ValueError: autograd is off, or a number of inputs, targets or arguments other than that of
+                micro-batches, before the first message and, unless shapes are fixed already, on every rank;
+                or a value between stages that cannot be passed on.
         """
         feed = Feed(inputs, targets, arguments, scale)
         return self._execute("step", self._program, self._plan, feed, self.schedule.num_micro_batches).total
@@ -172,14 +173,21 @@ class Pipeline:
 
     def _execute(self, mode: str, program: Program, plan: int, feed: Feed, micro_batches: int) -> Execution:
         shapes = self._shapes[mode]
-        refusal = _refusal(
-            lambda: feed.check(
+
+        def check() -> None:
+            if mode == "step" and not torch.is_grad_enabled():
+                raise ValueError(
+                    "step() runs backwards and autograd is off here: call evaluate(), which runs forwards only, "
+                    "or call step() outside of torch.no_grad() and torch.inference_mode()"
+                )
+            feed.check(
                 micro_batches,
                 first=0 in self.stages,
                 needs_targets=self._has_loss and mode != "predict" and self._is_last,
                 takes_targets=self._has_loss,
             )
-        )
+
+        refusal = _refusal(check)
         if shapes.headers:
             agree(self.axis, plan, refusal, self._device)
         elif refusal is not None:

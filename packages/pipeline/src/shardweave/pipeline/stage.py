@@ -1,6 +1,6 @@
 """One stage of the model: its module, and the forward and backward of single micro-batches.
 
-A stage knows nothing of other ranks. What it is called with are leaves of an autograd graph of its own; what
+A stage knows nothing of other ranks. What it is called with hangs on leaves of an autograd graph of its own; what
 the next stage sends back are gradients of the outputs; what the stage before is sent are gradients of the
 leaves.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from shardweave.comm import WeightGradients, gradient_work
 
 from .values import Signature, Value, signature_of, tensors_of
 
-__all__ = ["Loss", "Running", "Stage"]
+__all__ = ["Loss", "Running", "Stage", "alias"]
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(output, target)``: the sum over the micro-batch, a tensor of one element."""
@@ -31,6 +31,27 @@ class Running:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     """With their graph; on the last stage the loss alone, so that the output itself can go."""
+
+
+def alias(leaf: Tensor, received: Tensor) -> Tensor:
+    """``received`` itself, as what autograd computed from ``leaf``, which has the same memory.
+
+    Modules are called with it: autograd refuses to change a leaf, or a view of one, in place. It shares its
+    version counter with what it was detached from, so that a change in place that some backward cannot bear
+    is still found.
+    """
+    # In a list, as a tensor argument would be returned as a view of itself.
+    return cast(Tensor, _Alias.apply(leaf, [received]))  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: list[Tensor]) -> Tensor:
+        return received[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class Stage:
