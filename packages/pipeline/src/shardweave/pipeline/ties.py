@@ -36,6 +36,12 @@ def tie(
     The record then says: ``tied`` and ``partial`` over the ranks that share it, ``exclusive`` on ``axis``.
     Gradients are complete after ``comm.sum_partial_gradients`` (``ZeroOptimizer`` does it by itself).
 
+    Several parameters tied over the same ranks are told apart by their canonical names. Give them the same
+    names on all these ranks, with ``comm.name_parameters`` or in the call of ``ZeroOptimizer``, before an
+    optimizer is built. Without names ``ZeroOptimizer`` goes by the places among its parameters, which differ
+    between stages: it may pair copies of equal shape wrongly, and cannot see that it does. (tie() gives no
+    names of its own: those of two calls would have to differ, the same way in every run.)
+
     With all sharing stages on one rank there is one parameter and nothing to mark.
 
     Args:
