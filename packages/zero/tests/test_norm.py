@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from shardweave.comm import Axis, Mesh, Sharding, Split, set_sharding
+from shardweave.comm import Axis, Mesh, Sharding, Split, set_sharding, sharding_of
 from shardweave.zero import ZeroOptimizer
 from shardweave.zero.norm import clip_coefficient, square_sum
 
@@ -275,3 +276,16 @@ def test_clip_coefficient_is_torchs() -> None:
     assert weight.grad is not None
     assert weight.grad.tolist() == [30.0 * clip_coefficient(norm, 2.0), 40.0 * clip_coefficient(norm, 2.0)]
     assert clip_coefficient(torch.tensor(0.5), 1.0) == clip_coefficient(norm, None) == 1.0
+
+
+@pytest.mark.ranks(2)
+def test_a_record_changed_after_building_is_refused() -> None:
+    mesh = Mesh(tp=2)
+    net = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=mesh.data, model=mesh.model, lr=0.1)
+    record = sharding_of(net.bias)
+    set_sharding(net.bias, replace(record, name="a.bias", exclusive=(mesh.pp,)))  # nothing that matters
+    optimizer.step()
+    set_sharding(net.bias, replace(record, partial=(mesh.tp,)))
+    with pytest.raises(ValueError, match=r"parameter group0\.1 was changed .* build ZeroOptimizer last"):
+        optimizer.step()

@@ -13,7 +13,7 @@ from shardweave.comm import Axis, Sharding, all_gather, sharding_of
 from .flat import memory_runs
 from .units import Member, UnitKey, UnitPlan, partial_axes, plan_units
 
-__all__ = ["check_agreement", "check_parameters", "plan"]
+__all__ = ["check_agreement", "check_parameters", "check_records", "plan"]
 
 
 def check_parameters(
@@ -37,6 +37,22 @@ def check_parameters(
                     f"parameter {name} is sharded over {axis!r}, which is neither in data={data!r} nor in "
                     f"model={model!r}; pass model=mesh.model, or the norm would leave parts of it out"
                 )
+
+
+def check_records(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], seen: Sequence[Sharding]
+) -> None:
+    """Raises when a sharding record says something else than the one the units were planned from.
+
+    Names and decay may change: neither moves an element or a gradient.
+    """
+    for parameter, name, before in zip(parameters, names, seen, strict=True):
+        record = sharding_of(parameter)
+        if record is not before and _placement(record) != _placement(before):
+            raise ValueError(
+                f"the sharding record of parameter {name} was changed after ZeroOptimizer was built (mark_partial, tie, "
+                f"or a Pipeline built later), and its units do not know; build ZeroOptimizer last"
+            )
 
 
 def plan(
@@ -80,6 +96,14 @@ def check_agreement(plans: Sequence[UnitPlan], names: Sequence[str], settings: s
 def _axes(record: Sharding) -> list[Axis]:
     axes = [split.axis for split in record.splits] + [*record.partial, *record.exclusive]
     return axes if record.tied is None else [*axes, record.tied]
+
+
+def _placement(record: Sharding) -> tuple[object, ...]:
+    """What of a record decides on units and norm; axes of one rank do not."""
+    tied = () if record.tied is None else (record.tied,)
+    several = [[axis for axis in axes if axis.size > 1] for axes in (record.partial, record.exclusive, tied)]
+    splits = [split for split in record.splits if split.axis.size > 1]
+    return splits, *several
 
 
 def _describe(unit: UnitPlan, names: Sequence[str], *, placed: bool) -> tuple[object, ...]:

@@ -32,12 +32,12 @@ from typing import Any, overload
 import torch
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis
+from shardweave.comm import Axis, sharding_of
 
 from . import state
 from .build import build_units
 from .groups import listed, parameter_names
-from .layout import check_parameters
+from .layout import check_parameters, check_records
 from .norm import NormRanges, clip_coefficient, describe_broken, scale_gradients
 from .offload import Offload
 from .options import Options
@@ -272,6 +272,7 @@ class ZeroOptimizer(Optimizer):
 
     def _build(self, arguments: dict[str, Any]) -> None:
         names = [self._names[id(parameter)] for parameter in self._trained]
+        self._records = [sharding_of(parameter) for parameter in self._trained]
         check_parameters(self._trained, names, self._data, self._model)
         self._take_over()
         make = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
@@ -297,6 +298,7 @@ class ZeroOptimizer(Optimizer):
     def _check_usable(self) -> None:
         if self._closed:
             raise ValueError("another ZeroOptimizer was built over these parameters; use that one")
+        check_records(self._trained, [self._names[id(p)] for p in self._trained], self._records)
         for unit in self._units:
             unit.flat.check_in_place(unit.names)
             if unit.formats.has_masters:
