@@ -289,3 +289,36 @@ def test_a_record_changed_after_building_is_refused() -> None:
     set_sharding(net.bias, replace(record, partial=(mesh.tp,)))
     with pytest.raises(ValueError, match=r"parameter group0\.1 was changed .* build ZeroOptimizer last"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(4)
+def test_ranks_that_train_nothing_take_part_in_the_step(stage: int) -> None:
+    """Two pipeline stages on two data ranks: the first one frozen, or without parameters."""
+    mesh = Mesh(dp=2, pp=2)
+    for frozen in ([parameter([1.0])], []):
+        weight = parameter([1.0, 2.0])
+        for each in (weight, *frozen):
+            set_sharding(each, Sharding("", tuple(each.shape), exclusive=(mesh.pp,)))
+            each.requires_grad_(each is weight)
+        groups = [{"params": [weight] if mesh.pp.rank else frozen}]
+        optimizer = ZeroOptimizer(
+            groups, torch.optim.AdamW, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, clip=1.0
+        )
+        for skipped, gradient in enumerate(([3.0, 4.0], [math.inf, 0.0])):
+            with_gradient(weight, gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_skipped == bool(skipped)
+            if not skipped:
+                assert float(optimizer.grad_norm) == pytest.approx(5.0, rel=1e-12)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_everything_frozen_or_nothing_at_all() -> None:
+    for parameters in ([nn.Parameter(torch.ones(2), requires_grad=False)], []):
+        for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
+            optimizer = ZeroOptimizer([{"params": parameters}], kind, data=Axis.single(), lr=0.1, clip=1.0)
+            optimizer.step()
+            assert float(optimizer.grad_norm) == 0
+            optimizer.load_state_dict(optimizer.state_dict())

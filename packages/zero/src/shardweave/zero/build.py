@@ -27,11 +27,13 @@ def build_units(
     options: Options,
     data: Axis,
     make_optimizer: Callable[[Sequence[Piece]], Optimizer],
+    *,
+    device: torch.device,
 ) -> tuple[Unit, ...]:
     """Moves the parameters into flat buffers, in forward order; collective over the data and partial axes."""
     shards = data.size if options.stage > 0 else 1
     plans = plan(parameters, names, data=data, shards=shards, bucket_mb=options.bucket_mb)
-    check_agreement(plans, names, repr(options), data=data)
+    check_agreement(plans, names, repr(options), data=data, device=device)
     flats = [FlatParameters(of_unit, [parameters[slot.index] for slot in of_unit.slots]) for of_unit in plans]
     _start_equal(flats, data)
     return tuple(

@@ -24,7 +24,8 @@ def listed(params: Iterable[Any]) -> list[Any]:
     entries = list(params)
     if not entries:
         raise ValueError(
-            "ZeroOptimizer was given no parameters; has module.parameters() been used up before?"
+            "ZeroOptimizer was given no parameters; has module.parameters() been used up before? On a rank that is "
+            "to have none, give [{'params': []}]"
         )
     groups: list[Any] = []
     for entry in entries:

@@ -71,18 +71,20 @@ def plan(
     return plan_units(members, shards=shards, bucket_bytes=max(1, int(bucket_mb * 2**20)))
 
 
-def check_agreement(plans: Sequence[UnitPlan], names: Sequence[str], settings: str, *, data: Axis) -> None:
+def check_agreement(
+    plans: Sequence[UnitPlan], names: Sequence[str], settings: str, *, data: Axis, device: torch.device
+) -> None:
     """Raises, on all ranks of the axis, when units that are reduced together were not planned alike.
 
     Ranks that cut their buffers differently would add up unrelated numbers, or hang. Compared are a digest
-    of all units on the data axis, and of the units with a partial axis on that axis.
+    of all units on the data axis, and of the units with a partial axis on that axis. ``device``: to compare on; a
+    rank without units takes part as well.
     """
     for axis in [data, *partial_axes(plans)]:
         mine = [unit for unit in plans if axis == data or axis in unit.key.partial]
         # Names need not be given, and are given by place: only those from records are the same everywhere.
         text = settings + repr([_describe(unit, names, placed=axis == data) for unit in mine])
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-        device = plans[0].key.device
         digests = all_gather(torch.tensor([digest], device=device), axis).tolist()
         if len(set(digests)) > 1:
             different = [axis.ranks[p] for p, other in enumerate(digests) if other != digests[0]]

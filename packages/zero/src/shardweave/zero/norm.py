@@ -46,28 +46,28 @@ class NormRanges:
 
     ``data``, ``model``: the axes that the norm is summed over. A shard is counted by its owner, a whole
     gradient (stage 0) by the first data rank; of a parameter's copies on the model axis one is counted.
+    ``device``: what travels is there, also on a rank without units.
     """
 
-    def __init__(self, units: Sequence[Unit], data: Axis, model: Axis) -> None:
-        self._units, self._data, self._model = units, data, model
+    def __init__(self, units: Sequence[Unit], data: Axis, model: Axis, device: torch.device) -> None:
+        self._units, self._data, self._model, self._device = units, data, model, device
         self._ranges = [_merge(unit, data, model) for unit in units]
 
     def summarize(self, late: int, missing: int) -> Summary:
         """Adds up the numbers of all ranks; every rank of the data and the model axis calls it."""
-        device = self._units[0].plan.key.device if self._units else torch.device("cpu")
-        counted, everything = self._local(device, wide=False)
+        counted, everything = self._local(wide=False)
         total = self._add_up(counted, everything, late, missing)
         if total[1] > 0:
             # Squares overflow float32 from 1.8e19 on, where the gradient itself is still finite: look closely.
-            counted, everything = self._local(device, wide=True)
+            counted, everything = self._local(wide=True)
             total = self._add_up(counted, everything, late, missing)
         squares, broken, late_units, missing_parameters = total
         norm = torch.tensor(squares, dtype=torch.float64).sqrt()
         return Summary(norm, broken > 0, late_units > 0, missing_parameters > 0)
 
-    def _local(self, device: torch.device, *, wide: bool) -> tuple[Tensor, Tensor]:
-        counted = torch.zeros((), dtype=torch.float64, device=device)
-        others = torch.zeros((), dtype=torch.float64, device=device)
+    def _local(self, *, wide: bool) -> tuple[Tensor, Tensor]:
+        counted = torch.zeros((), dtype=torch.float64, device=self._device)
+        others = torch.zeros((), dtype=torch.float64, device=self._device)
         for unit, ranges in zip(self._units, self._ranges, strict=True):
             gradient = unit.shard.gradient
             if gradient is not None:
@@ -113,10 +113,9 @@ def scale_gradients(units: Iterable[Unit], coefficient: float) -> None:
                 unit.shard.gradient.mul_(coefficient)
 
 
-def describe_broken(units: Sequence[Unit], data: Axis, model: Axis) -> str:
+def describe_broken(units: Sequence[Unit], data: Axis, model: Axis, device: torch.device) -> str:
     """Which parameter has a gradient that is not finite; the same text on every rank, all of them call it."""
     text = _first_broken(units, data.ranks[data.rank]).encode()[:_TEXT]
-    device = units[0].plan.key.device if units else torch.device("cpu")
     row = torch.zeros(1, _TEXT, dtype=torch.uint8)
     row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     rows = all_gather(all_gather(row.to(device), data), model).cpu()

@@ -61,7 +61,8 @@ class ZeroOptimizer(Optimizer):
     ``step`` every rank has the whole updated parameters. Works without any process group
     (``data=Axis.single()``), where it is the plain optimizer with the same arithmetic.
 
-    ``params``: parameters, ``(name, parameter)`` pairs, or groups. ``torch_optimizer``: the class, e.g.
+    ``params``: parameters, ``(name, parameter)`` pairs, or groups; they may all be frozen, and on a rank without
+    parameters, a stage of a pipeline, ``[{"params": []}]`` stands for none. ``torch_optimizer``: the class, e.g.
     ``torch.optim.AdamW``; its own arguments follow as keywords (the fused implementation of
     Adam, AdamW and Adagrad is chosen where there is one, unless ``fused`` or ``foreach`` is given).
     ``data``: the axis to reduce over and to shard over (``mesh.data``). ``model``: the axis over which the
@@ -267,6 +268,8 @@ class ZeroOptimizer(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         self._names = parameter_names(self.param_groups)
+        # Of frozen ones too: a rank that trains nothing still takes part in what the others decide.
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         self._frozen = [p for p in parameters if not p.requires_grad]
         self._trained = [p for p in parameters if p.requires_grad]
 
@@ -276,12 +279,14 @@ class ZeroOptimizer(Optimizer):
         check_parameters(self._trained, names, self._data, self._model)
         self._take_over()
         make = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
-        self._units = build_units(self._trained, names, self._options, self._data, make)
+        self._units = build_units(
+            self._trained, names, self._options, self._data, make, device=self._device
+        )
         for unit in self._units:
             for piece in unit.shard.pieces:
                 self.state[piece.parameter] = unit.optimizer.state[piece.values]
         self._reducer = Reducer(self._units, self._data, self._options.reduction, eager=self._options.eager)
-        self._norm = NormRanges(self._units, self._data, self._model)
+        self._norm = NormRanges(self._units, self._data, self._model, self._device)
 
     def _take_over(self) -> None:
         """Of several optimizers built over a parameter, the last one gets its gradients."""
@@ -325,7 +330,7 @@ class ZeroOptimizer(Optimizer):
         if not broken or self._options.nonfinite == "ignore":
             return False
         if self._options.nonfinite == "stop":
-            found = describe_broken(self._units, self._data, self._model)
+            found = describe_broken(self._units, self._data, self._model, self._device)
             raise FloatingPointError(f"{found}; no parameter was changed")
         self.skipped += 1
         return True
