@@ -173,3 +173,27 @@ def test_no_copy_of_float32_parameters() -> None:
     for unit in optimizer._units:
         for piece in unit.shard.pieces:
             assert piece.values.data_ptr() == piece.parameter.data_ptr()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_converted_parameters_without_masters(stage: int) -> None:
+    """The optimizer updates the converted parameters themselves, in a format the module did not have."""
+    for axis in (Axis.single("data"), Mesh(dp=2).data):
+        for dtype in (BF16, FP64):
+            weight = nn.Parameter(torch.ones(5))
+            optimizer = ZeroOptimizer(
+                [weight],
+                torch.optim.AdamW,
+                data=axis,
+                stage=stage,
+                lr=0.25,
+                weight_decay=0.0,
+                precision=MixedPrecision(parameters=dtype, masters=dtype),
+            )
+            for step in range(2):
+                weight.sum().backward()
+                optimizer.step()
+                torch.testing.assert_close(weight, torch.full((5,), 0.75 - 0.25 * step, dtype=dtype))
+            optimizer.load_state_dict(optimizer.state_dict())
+            assert weight.dtype == dtype

@@ -62,8 +62,8 @@ class Shard:
     """What one rank owns of a unit: values to update, reduced gradient, optimizer.
 
     ``position``: this rank's on the data axis; ``None``: the shard is the whole unit (stage 0, or one rank).
-    ``values``: in ``formats.masters``; without masters a view of the parameters' buffer itself. Build it
-    before the buffer is converted.
+    ``values``: in ``formats.masters``; without masters a view of the parameters' buffer itself. With
+    masters build it before the buffer is converted, without them afterwards.
     """
 
     def __init__(self, flat: FlatParameters, position: int | None, formats: Formats) -> None:

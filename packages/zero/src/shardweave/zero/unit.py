@@ -49,6 +49,8 @@ class Unit:
     ) -> None:
         self.plan, self.flat, self.names, self.formats = plan, flat, tuple(names), formats
         self.sharded = stage > 0 and axis.size > 1
+        if not formats.has_masters:
+            flat.convert(formats.parameters)  # the shard is then a view of the converted buffer
         self.shard = Shard(flat, axis.rank if self.sharded else None, formats)
         flat.convert(formats.parameters)
         self._axis = axis
