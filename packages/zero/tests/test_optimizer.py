@@ -465,3 +465,19 @@ def test_momentum_of_a_parameter_whose_first_gradient_comes_later() -> None:
     optimizer.step()
     assert early.tolist() == [1 - 1 - 1.5] * 3
     assert late.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_a_step_between_forward_and_backward_is_noticed(stage: int) -> None:
+    """As by torch; the optimizer's own write is no surgery to be taken over into the masters."""
+    axis = Mesh(dp=2).data
+    for dtype in (torch.float64, torch.bfloat16):
+        net = model(dtype=dtype)
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1)
+        loss_of(net, batch(0, axis.rank).to(dtype)).backward()
+        stale = loss_of(net, batch(1, axis.rank).to(dtype))
+        optimizer.step()
+        assert not any(unit.flat.written() for unit in optimizer._units)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()

@@ -9,7 +9,7 @@ sharding records on them stay as well.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,17 @@ class FlatParameters:
                 self._versions[number] = parameter._version
                 found.append(number)
         return found
+
+    def mark_updated(self, slots: Iterable[int]) -> None:
+        """Counts an update through the buffer as a write to these parameters.
+
+        A write through the buffer moves no version of a parameter; without this, a backward pass through values
+        from before the update would be computed with those after it instead of raising.
+        """
+        for slot in slots:
+            parameter = self.parameters[slot]
+            torch.autograd.graph.increment_version(parameter)
+            self._versions[slot] = parameter._version  # not a foreign one
 
     def _attach(self) -> None:
         for view, parameter in zip(self.views(self.buffer), self.parameters, strict=True):

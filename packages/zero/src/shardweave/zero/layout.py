@@ -39,9 +39,7 @@ def check_parameters(
                 )
 
 
-def check_records(
-    parameters: Sequence[nn.Parameter], names: Sequence[str], seen: Sequence[Sharding]
-) -> None:
+def check_records(parameters: Sequence[nn.Parameter], names: Sequence[str], seen: Sequence[Sharding]) -> None:
     """Raises when a sharding record says something else than the one the units were planned from.
 
     Names and decay may change: neither moves an element or a gradient.
@@ -50,8 +48,8 @@ def check_records(
         record = sharding_of(parameter)
         if record is not before and _placement(record) != _placement(before):
             raise ValueError(
-                f"the sharding record of parameter {name} was changed after ZeroOptimizer was built (mark_partial, tie, "
-                f"or a Pipeline built later), and its units do not know; build ZeroOptimizer last"
+                f"the sharding record of parameter {name} was changed after ZeroOptimizer was built (mark_partial, "
+                f"tie, or a Pipeline built later), and its units do not know; build ZeroOptimizer last"
             )
 
 

@@ -279,9 +279,7 @@ class ZeroOptimizer(Optimizer):
         check_parameters(self._trained, names, self._data, self._model)
         self._take_over()
         make = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
-        self._units = build_units(
-            self._trained, names, self._options, self._data, make, device=self._device
-        )
+        self._units = build_units(self._trained, names, self._options, self._data, make, device=self._device)
         for unit in self._units:
             for piece in unit.shard.pieces:
                 self.state[piece.parameter] = unit.optimizer.state[piece.values]
@@ -345,6 +343,8 @@ class ZeroOptimizer(Optimizer):
         for gather in pending:
             if gather is not None:
                 gather.wait()
+        for unit in self._units:
+            unit.flat.mark_updated(slot for slot in unit.present if unit.parameters[slot].requires_grad)
 
     def _consume(self) -> None:
         """Forgets the step's gradients; the cycle is complete, so every rank can do it for itself.
@@ -364,6 +364,8 @@ class ZeroOptimizer(Optimizer):
         for gather in pending:
             if gather is not None:
                 gather.wait()
+        for unit in self._units:
+            unit.flat.mark_updated(range(len(unit.parameters)))
 
     def _layout(self) -> dict[str, Any]:
         return {
