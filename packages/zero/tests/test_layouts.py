@@ -131,3 +131,22 @@ def test_b119_every_stage_with_pipeline_tensor_and_accumulation(stage: int) -> N
         for name, weight in own.weights.items():
             index = comm.full_index(weight)
             torch.testing.assert_close(weight.detach(), right[name][index], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_unnamed_tied_parameters_pair_up_by_their_order_whatever_else_a_stage_holds() -> None:
+    """``group0.9`` sorts behind ``group0.10``: a name made up from a place must not order anything."""
+    mesh = Mesh(pp=2)
+    a, b = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([5.0]))
+    shared = mesh.pp.subset([0, 1])
+    assert shared is not None
+    for parameter in (a, b):
+        record = Sharding("", (1,), partial=(shared,), exclusive=(mesh.pp,), tied=shared)
+        set_sharding(parameter, record)
+    others = [nn.Parameter(torch.ones(2)) for _ in range(9)] if mesh.pp.is_first else []
+    optimizer = ZeroOptimizer(
+        [*others, a, b], torch.optim.SGD, data=mesh.data, model=mesh.model, stage=1, lr=1.0
+    )
+    (a.sum() + 10 * b.sum() + sum((p.sum() for p in others), torch.zeros(()))).backward()
+    optimizer.step()
+    assert (a.item(), b.item()) == (-1.0, -15.0)

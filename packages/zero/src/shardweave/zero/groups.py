@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import sharding_of
 
-__all__ = ["decay_groups", "listed", "parameter_names"]
+__all__ = ["decay_groups", "is_place", "listed", "parameter_names"]
 
 
 def listed(params: Iterable[Any]) -> list[Any]:
@@ -56,6 +57,11 @@ def decay_groups(
         {"params": decayed, "weight_decay": weight_decay, **settings},
         {"params": others, "weight_decay": 0.0, **settings},
     ]
+
+
+def is_place(name: str) -> bool:
+    """Whether :func:`parameter_names` made the name up from a place: it means nothing on other ranks."""
+    return re.fullmatch(r"group\d+\.\d+", name) is not None
 
 
 def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:

@@ -11,6 +11,7 @@ from torch import nn
 from shardweave.comm import Axis, Sharding, all_gather, sharding_of
 
 from .flat import memory_runs
+from .groups import is_place
 from .units import Member, UnitKey, UnitPlan, partial_axes, plan_units
 
 __all__ = ["check_agreement", "check_parameters", "check_records", "plan"]
@@ -65,7 +66,9 @@ def plan(
         partial = tuple(axis for axis in record.partial if axis.size > 1 and not data.contains(axis))
         tied = record.tied if record.tied is not None and record.tied.size > 1 else None
         key = UnitKey(parameter.dtype, parameter.device, partial, tied)
-        members.append(Member(index, tuple(parameter.shape), key, name, run))
+        # A name made up from a place would sort tied parameters differently on each stage.
+        known = "" if is_place(name) else name
+        members.append(Member(index, tuple(parameter.shape), key, known, run))
     return plan_units(members, shards=shards, bucket_bytes=max(1, int(bucket_mb * 2**20)))
 
 
