@@ -97,6 +97,14 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
         )
         chosen = int(broadcast(step, world))
         if chosen < 0:
+            if config.checkpoint.resume not in (
+                "auto",
+                "never",
+            ):  # asked for by name: never train from scratch
+                raise refused(
+                    f"checkpoint.resume: no checkpoint of {config.checkpoint.resume} is whole on every rank; "
+                    "the ranks' logs name the damaged files"
+                )
             return None
         candidate = next((one for one in found if one.index.step == chosen), None)
         verdict, problem, state = _try_read(candidate, world.rank, trainer.parts.device)

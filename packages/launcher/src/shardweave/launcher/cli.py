@@ -88,8 +88,23 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, seed: int)
     sys.exit(generate_text(run, prompt, tokens=tokens, temperature=temperature, seed=seed))
 
 
+def _fill_standard_streams() -> None:
+    """Opens /dev/null for each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next socket or file gets its number, and whoever redirects "stdout" cuts a socket off.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def main() -> None:
     """Entry point of the command: exit status 2 for a mistake of the user, 130 for Ctrl-C."""
+    _fill_standard_streams()
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:
