@@ -4,6 +4,7 @@
 :class:`ZeroOptimizer`     a ``torch.optim.Optimizer``: stages 0, 1 and 2, accumulation, global norm, clipping
 :class:`MixedPrecision`    formats of parameters, gradients, wire and masters; :class:`Formats`: those in force
 :class:`Offload`           where the shard lives
+:class:`ShardPiece`        what a rank keeps and updates of one parameter
 :func:`decay_groups`       parameter groups: decay for matrices only
 :func:`plan_units`         which parameters share a flat buffer: :class:`UnitPlan`, :class:`Slot`
 =========================  ==================================================================================
@@ -16,6 +17,7 @@ from .groups import decay_groups
 from .offload import Offload
 from .optimizer import ZeroOptimizer
 from .precision import Formats, MixedPrecision
+from .shards import ShardPiece
 from .units import Member, Slot, UnitKey, UnitPlan, plan_units
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Member",
     "MixedPrecision",
     "Offload",
+    "ShardPiece",
     "Slot",
     "UnitKey",
     "UnitPlan",

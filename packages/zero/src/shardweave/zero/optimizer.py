@@ -44,7 +44,7 @@ from .options import Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
 from .reduce import Reducer
-from .shards import build_optimizer, check_elementwise, fused_by_default
+from .shards import ShardPiece, build_optimizer, check_elementwise, fused_by_default
 from .unit import Unit
 from .units import UnitPlan
 
@@ -199,6 +199,16 @@ class ZeroOptimizer(Optimizer):
         finally:
             self._reducer.end_accumulation(completed=completed)
 
+    @torch.no_grad()
+    def finish_reduction(self) -> None:
+        """Reduces what is left of the gradients now, as :meth:`step` would do first; collective like it.
+
+        Between this and ``step`` (or inside a hook of ``register_step_pre_hook``) :meth:`pieces` has the gradients that
+        the step will use. A second call finds nothing left to do.
+        """
+        self._check_usable()
+        self._reducer.finish()
+
     # -- what is where ---------------------------------------------------------------------------------
 
     @property
@@ -215,6 +225,19 @@ class ZeroOptimizer(Optimizer):
     def formats(self) -> tuple[Formats, ...]:
         """The number formats in force, one entry for each dtype among the parameters."""
         return tuple(dict.fromkeys(unit.formats for unit in self._units))
+
+    def pieces(self) -> Iterator[ShardPiece]:
+        """What this rank keeps and updates, parameter by parameter, in forward order of the units."""
+        for unit in self._units:
+            gradient = unit.shard.gradient
+            for piece in unit.shard.pieces:
+                part = None
+                if gradient is not None and piece.slot in unit.present:
+                    part = gradient[piece.start : piece.stop]
+                state = unit.optimizer.state[piece.values]
+                yield ShardPiece(
+                    unit.names[piece.slot], piece.parameter, piece.begin, piece.values, part, state
+                )
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -25,7 +25,15 @@ from torch.optim import Optimizer
 from .flat import FlatParameters
 from .precision import Formats
 
-__all__ = ["Piece", "Shard", "build_optimizer", "check_elementwise", "fused_by_default", "settings"]
+__all__ = [
+    "Piece",
+    "Shard",
+    "ShardPiece",
+    "build_optimizer",
+    "check_elementwise",
+    "fused_by_default",
+    "settings",
+]
 
 # What these compute for one element depends on others (a matrix' rows, a line search over everything).
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
@@ -56,6 +64,26 @@ class Piece:
     def stop(self) -> int:
         """End of the piece in the shard (exclusive)."""
         return self.start + self.values.numel()
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """What this rank keeps and updates of one parameter, for those who look in from outside.
+
+    Elements ``begin`` to ``begin + values.numel()`` of the flattened *local* parameter: which part of the full tensor
+    that one is, its sharding record says.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    begin: int
+    values: Tensor
+    """1-D, in the masters' format; the memory that the optimizer updates, not a copy."""
+    gradient: Tensor | None
+    """1-D, in the masters' format: reduced over all ranks, before clipping; ``None`` when there is none now."""
+    state: dict[str, Any]
+    """The optimizer's own state of these elements (``exp_avg``, ``step``, ...), not a copy; empty before the
+    first step."""
 
 
 class Shard:
