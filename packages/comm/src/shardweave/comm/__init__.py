@@ -8,6 +8,8 @@ collectives             :func:`all_reduce`, :func:`all_gather`, :func:`reduce_sc
                         each also as ``start_...``, which returns a :class:`Pending`
 autograd                :func:`copy_to`, :func:`reduce_from`, :func:`gather_for`, ...: pairs of forward and backward
 sharding                :class:`Sharding`: how one parameter is laid out; written by one, read by all
+rectangles              :class:`Rectangle`, :func:`flat_rectangles`: a flat range of a slice, named without a layout
+values                  :func:`gather_values`, :func:`broadcast_value`: small JSON values, for decisions of all ranks
 gradients               :func:`sum_partial_gradients`, :func:`gradient_norm`, :func:`clip_gradients`
 readiness               :func:`gradient_work`, :class:`WeightGradients`: when a gradient is final
 ledger                  :class:`Ledger`: every byte, by axis, kind and link
@@ -57,6 +59,7 @@ from .random import (
     named_seed,
 )
 from .readiness import GradientWork, Subscription, WeightGradients, gradient_work
+from .rectangles import Rectangle, flat_rectangles, part_rectangles, rectangle_views
 from .runtime import init, session, shutdown
 from .sharding import (
     Sharding,
@@ -67,6 +70,7 @@ from .sharding import (
     set_sharding,
     sharding_of,
 )
+from .values import broadcast_value, gather_values
 
 __all__ = [
     "Axis",
@@ -77,6 +81,7 @@ __all__ = [
     "Mesh",
     "Message",
     "Pending",
+    "Rectangle",
     "Sharding",
     "Split",
     "Subscription",
@@ -88,15 +93,18 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "broadcast_value",
     "clip_gradients",
     "combine_keys",
     "copy_to",
     "counts_here",
     "exchange",
     "exchange_between",
+    "flat_rectangles",
     "full_index",
     "gather_for",
     "gather_from",
+    "gather_values",
     "gradient_norm",
     "gradient_work",
     "init",
@@ -106,7 +114,9 @@ __all__ = [
     "name_parameters",
     "named_generator",
     "named_seed",
+    "part_rectangles",
     "receive",
+    "rectangle_views",
     "reduce_from",
     "reduce_scatter",
     "reduce_scatter_to",
