@@ -3,6 +3,7 @@
 =========================  ==================================================================================
 :class:`ZeroOptimizer`     a ``torch.optim.Optimizer``: stages 0, 1 and 2, accumulation, global norm, clipping
 :class:`MixedPrecision`    formats of parameters, gradients, wire and masters; :class:`Formats`: those in force
+:class:`LossScale`         for float16: how the loss scale begins and moves
 :class:`Offload`           where the shard lives
 :class:`ShardPiece`        what a rank keeps and updates of one parameter
 :func:`decay_groups`       parameter groups: decay for matrices only
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from ._version import __version__
 from .groups import decay_groups
+from .loss_scale import LossScale
 from .offload import Offload
 from .optimizer import ZeroOptimizer
 from .precision import Formats, MixedPrecision
@@ -22,6 +24,7 @@ from .units import Member, Slot, UnitKey, UnitPlan, plan_units
 
 __all__ = [
     "Formats",
+    "LossScale",
     "Member",
     "MixedPrecision",
     "Offload",

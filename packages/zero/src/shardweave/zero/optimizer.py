@@ -25,11 +25,12 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardweave.comm import Axis, sharding_of
@@ -38,6 +39,7 @@ from . import state
 from .build import build_units
 from .groups import listed, parameter_names
 from .layout import check_parameters, check_records
+from .loss_scale import LossScale, Scaler
 from .norm import NormRanges, clip_coefficient, describe_broken, scale_gradients
 from .offload import Offload
 from .options import Options
@@ -51,6 +53,8 @@ from .units import UnitPlan
 __all__ = ["ZeroOptimizer"]
 
 _OWNER = "_shardweave_zero"
+_SCALE = "loss_scale/"
+"""Before the names of the loss scale's numbers in a local state."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -76,7 +80,9 @@ class ZeroOptimizer(Optimizer):
     ``nonfinite``: what all ranks do together when any gradient on any rank is infinite or NaN: ``"skip"`` the
     step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere,
     or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for losses that
-    are already divided by the global count.
+    are already divided by the global count. ``loss_scale``: for float16, see :class:`LossScale`; run ``backward`` on
+    :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
+    ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any rank.
 
     A parameter that had no gradient on any data rank is left out of the step, as torch does with ``.grad is
     None``; if it had one on some ranks, the others count as zero. ``.grad`` is handed over when it is final and
@@ -101,6 +107,7 @@ class ZeroOptimizer(Optimizer):
         shard_between_micro_batches: bool | None = None,
         nonfinite: str = "skip",
         reduction: str = "mean",
+        loss_scale: LossScale | None = None,
         **optimizer_arguments: Any,
     ) -> None:
         self._options = Options(
@@ -112,6 +119,7 @@ class ZeroOptimizer(Optimizer):
             shard_between_micro_batches=shard_between_micro_batches,
             nonfinite=nonfinite,
             reduction=reduction,
+            loss_scale=loss_scale,
         )
         check_elementwise(torch_optimizer)
         self._kind, self._data, self._model = torch_optimizer, data, model or Axis.single()
@@ -122,12 +130,17 @@ class ZeroOptimizer(Optimizer):
         self._build(optimizer_arguments)
         self._consumed = tuple(set() for _ in self._units)
         self._built = True
+        self._scaler = Scaler(loss_scale)
         self.skipped = 0
         """Steps that were skipped because a gradient was not finite."""
         self.step_skipped = False
         """Whether the last :meth:`step` was one of them; a learning-rate scheduler should not move then."""
+        self.step_backed_off = False
+        """Whether the last :meth:`step` was skipped and :attr:`loss_scale` is smaller now: the routine of finding
+        the scale, and no sign of trouble as other skipped steps are."""
         self.grad_norm = torch.full((), float("nan"), dtype=torch.float64)
-        """The last step's global gradient norm before clipping: 0-d, float64, the same on all ranks."""
+        """The last step's global gradient norm before clipping, without the loss scale: 0-d, float64, the same on
+        all ranks."""
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -154,17 +167,34 @@ class ZeroOptimizer(Optimizer):
         if summary.late:
             self._reducer.finish()
             summary = self._norm.summarize(0, num_missing(self._units))
-        self.grad_norm = summary.norm
+        scale = self.loss_scale
+        self.grad_norm = summary.norm / scale
         try:
-            self.step_skipped = self._decide(summary.broken or not bool(torch.isfinite(summary.norm)))
+            broken = summary.broken or not bool(torch.isfinite(summary.norm))
+            self.step_skipped = self._decide(broken)
             if not self.step_skipped:
-                scale_gradients(self._units, clip_coefficient(summary.norm, self._options.clip))
+                # One multiplication clips and takes the loss scale out.
+                scale_gradients(self._units, clip_coefficient(self.grad_norm, self._options.clip) / scale)
                 if summary.missing:
                     agree_on_present(self._units, self._data)
                 self._update()
+            self.step_backed_off = broken and self._scaler.can_back_off
+            self._scaler.move(overflow=broken)
         finally:
             self._consume()
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What to call ``backward`` on: the loss times :attr:`loss_scale`, or the loss itself where there is none."""
+        return self._scaler.apply(loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of this step is multiplied by, the same on all ranks; 1 without ``loss_scale``.
+
+        It changes in :meth:`step` only, so the micro-batches of a step share it.
+        """
+        return self._scaler.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, also those whose reduction is under way; after :meth:`step` there are none.
@@ -228,18 +258,32 @@ class ZeroOptimizer(Optimizer):
 
     def pieces(self) -> Iterator[ShardPiece]:
         """What this rank keeps and updates, parameter by parameter, in forward order of the units."""
+        scale = self.loss_scale
         for unit in self._units:
             gradient = unit.shard.gradient
             for piece in unit.shard.pieces:
                 part = None
                 if gradient is not None and piece.slot in unit.present:
                     part = gradient[piece.start : piece.stop]
+                    part = part if scale == 1.0 else part / scale
                 state = unit.optimizer.state[piece.values]
                 yield ShardPiece(
                     unit.names[piece.slot], piece.parameter, piece.begin, piece.values, part, state
                 )
 
     # -- checkpoints -----------------------------------------------------------------------------------
+
+    def loss_scale_state(self) -> dict[str, float | int]:
+        """Where the loss scale stands, as two plain numbers, the same on all ranks; ``{}`` without ``loss_scale``."""
+        return self._scaler.plain()
+
+    def load_loss_scale_state(self, saved: Mapping[str, float | int]) -> None:
+        """Goes on from a :meth:`loss_scale_state`, on any layout; from the beginning for ``{}``.
+
+        Without ``loss_scale`` there is nothing to go on with, and what was saved is left aside. Gradients that were
+        computed under another scale are not converted: load between steps.
+        """
+        self._scaler.restore(self._scaler.read(saved))
 
     def local_state(self) -> state.LocalState:
         """This rank's values, optimizer state and settings as a flat dict of tensors and numbers.
@@ -249,6 +293,7 @@ class ZeroOptimizer(Optimizer):
         """
         saved = state.capture(self._units, self.param_groups, self._layout())
         saved["skipped"] = self.skipped
+        saved |= {f"{_SCALE}{key}": value for key, value in self.loss_scale_state().items()}
         return saved
 
     def load_local_state(self, saved: state.LocalState) -> None:
@@ -257,10 +302,14 @@ class ZeroOptimizer(Optimizer):
         The module's parameters are restored too. ``ValueError``, with nothing changed, when it was saved on
         another layout or rank.
         """
+        scale = self._scaler.read(
+            {key.removeprefix(_SCALE): value for key, value in saved.items() if key.startswith(_SCALE)}
+        )
         with torch.no_grad():
             state.restore(saved, self._units, self.param_groups, self._layout())
             self._publish()
         self.skipped = int(saved.get("skipped", 0))
+        self._scaler.restore(scale)
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`local_state` in the shape of ``torch.optim.Optimizer.state_dict``: this rank's pieces."""
@@ -350,9 +399,10 @@ class ZeroOptimizer(Optimizer):
         """Whether all ranks skip this step."""
         if not broken or self._options.nonfinite == "ignore":
             return False
-        if self._options.nonfinite == "stop":
+        if self._options.nonfinite == "stop" and not self._scaler.can_back_off:
             found = describe_broken(self._units, self._data, self._model, self._device)
-            raise FloatingPointError(f"{found}; no parameter was changed")
+            at = f" at the smallest loss scale, {self.loss_scale:g}" if self._options.loss_scale else ""
+            raise FloatingPointError(f"{found}{at}; no parameter was changed")
         self.skipped += 1
         return True
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .loss_scale import LossScale
 from .offload import Offload
 from .precision import MixedPrecision
 
@@ -26,6 +27,7 @@ class Options:
     shard_between_micro_batches: bool | None
     nonfinite: str
     reduction: str
+    loss_scale: LossScale | None
 
     def __post_init__(self) -> None:
         if self.stage == 3 and not isinstance(self.stage, bool):
@@ -53,6 +55,15 @@ class Options:
             raise ValueError(f"nonfinite={self.nonfinite!r}: choose one of 'skip', 'stop', 'ignore'")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={self.reduction!r}: choose 'mean' or 'sum'")
+        if not (self.loss_scale is None or isinstance(self.loss_scale, LossScale)):
+            raise ValueError(
+                f"loss_scale={self.loss_scale!r}: give LossScale(...), e.g. LossScale(initial=2.0**12), or None"
+            )
+        if self.loss_scale is not None and self.nonfinite == "ignore":
+            raise ValueError(
+                "nonfinite='ignore' with loss_scale: the scale is found by skipping the steps that overflow; use "
+                "nonfinite='skip' or 'stop', or no loss_scale"
+            )
 
     @property
     def eager(self) -> bool:

@@ -12,6 +12,8 @@ back.
     reduction    on the wire between data ranks           as gradients
     masters      the copy that the optimizer updates      float32, or the parameters' own where wider
 
+float16 needs a loss scale besides, or small gradients vanish before anything here sees them: `loss_scale`.
+
 Where ``masters`` equals ``parameters`` there is no second copy: the optimizer updates the parameters in place.
 """
 

@@ -80,7 +80,8 @@ class ShardPiece:
     values: Tensor
     """1-D, in the masters' format; the memory that the optimizer updates, not a copy."""
     gradient: Tensor | None
-    """1-D, in the masters' format: reduced over all ranks, before clipping; ``None`` when there is none now."""
+    """1-D, in the masters' format: reduced over all ranks, before clipping, without the loss scale; ``None`` when there
+    is none now. The memory that the step reads; with a loss scale, a quotient made for whoever looks."""
     state: dict[str, Any]
     """The optimizer's own state of these elements (``exp_avg``, ``step``, ...), not a copy; empty before the
     first step."""

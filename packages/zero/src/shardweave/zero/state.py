@@ -8,6 +8,7 @@ A flat dict, so that any format can hold it: tensors into safetensors, the rest 
     state/<parameter>/<key>  the optimizer's state of the piece: exp_avg, step, ...
     group/<i>/<key>          learning rate, decay, ... of the parameter group
     skipped                  steps that were skipped
+    loss_scale/<key>         where the loss scale stands, if there is one: scale, clean_steps
 """
 
 from __future__ import annotations
