@@ -37,6 +37,20 @@ def test_one_process_is_a_mesh_without_torch_distributed() -> None:
     assert mesh.model.factors == (mesh.pp, mesh.tp)
 
 
+@pytest.mark.ranks(2)
+def test_a_rank_can_be_alone_in_a_world() -> None:
+    alone, whole = Mesh.single(), Mesh(dp=2)
+    assert [alone.axis(name).size for name in ("pp", "dp", "cp", "tp", "data", "model", "world")] == [1] * 7
+    assert alone.model.factors == (alone.pp, alone.tp)
+    assert alone.coordinates == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    x = torch.tensor([float(whole.world.rank)])
+    assert comm.all_reduce(x.clone(), alone.data).item() == whole.world.rank
+    assert comm.all_reduce(x, whole.data).item() == 1.0
+    assert alone.ledger is not whole.ledger
+    alone.close()
+    whole.close()
+
+
 def test_a_mesh_that_does_not_fill_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dp 2 x cp 1 x tp 3 = 6 ranks, but the world has 1; start 6 ranks"):
         Mesh(dp=2, tp=3)

@@ -104,6 +104,24 @@ class Mesh:
         for name, factors in DERIVED.items():
             setattr(self, name, self._axis(name, factors, rank, groups))
 
+    @classmethod
+    def single(cls) -> Mesh:
+        """The mesh of this process alone, also on a rank of a world: every axis has one rank, and nobody is asked.
+
+        What one process would compute, to compare with.
+        """
+        mesh = cls.__new__(cls)
+        mesh.shape = dict.fromkeys(AXES, 1)
+        mesh.coordinates = dict.fromkeys(AXES, 0)
+        mesh.ledger = Ledger()
+        mesh._node, mesh._owned = 1, []
+        for name in AXES:
+            setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger))
+        for name, factors in DERIVED.items():
+            parts = tuple(mesh.axis(factor) for factor in factors)
+            setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger, factors=parts))
+        return mesh
+
     def axis(self, name: str) -> Axis:
         """The plain or derived axis called ``name``."""
         if name not in (*AXES, *DERIVED):
