@@ -58,13 +58,15 @@ def init(
     )
 
 
-def shutdown(code: int = 0) -> NoReturn:
+def shutdown(code: int = 0, *, together: bool | None = None) -> NoReturn:
     """Ends this rank with exit status ``code``. Nothing runs after it: no ``finally``, no ``atexit``.
 
     A rank that ends well waits for the others first, so that none of them loses a peer (or the store that
     rank 0 may host) in the middle of a collective; a rank that ends with an error does not wait.
+    ``together``: whether all ranks end here, with a status that is not 0 but no error either, and so wait for
+    each other; None: if ``code`` is 0.
     """
-    if dist.is_initialized() and code == 0:
+    if dist.is_initialized() and (code == 0 if together is None else together):
         gc.collect()  # tensors that a gloo thread still refers to are dropped while it can do so
         dist.barrier()
         dist.destroy_process_group()

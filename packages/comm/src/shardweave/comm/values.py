@@ -6,6 +6,7 @@ bypass the ledger. These carry JSON, as bytes, through the counted collectives. 
 
 from __future__ import annotations
 
+import ctypes
 import json
 from typing import Any
 
@@ -28,7 +29,7 @@ def gather_values(value: Any, axis: Axis) -> list[Any]:
     raw = _bytes(value)
     lengths = all_gather(torch.tensor([raw.numel()], device=raw.device), axis).tolist()
     rows = all_gather(raw, axis, sizes=lengths).cpu().split(lengths)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    return [_value(row) for row in rows]
 
 
 def broadcast_value(value: Any, axis: Axis) -> Any:
@@ -39,7 +40,7 @@ def broadcast_value(value: Any, axis: Axis) -> Any:
     length = int(broadcast(torch.tensor([raw.numel()], device=raw.device), axis))
     if not axis.is_first:
         raw = torch.zeros(length, dtype=torch.uint8, device=raw.device)
-    return json.loads(bytes(broadcast(raw, axis).cpu().tolist()))
+    return _value(broadcast(raw, axis).cpu())
 
 
 def _bytes(value: Any) -> Tensor:
@@ -47,3 +48,7 @@ def _bytes(value: Any) -> Tensor:
     text = bytearray(json.dumps(value).encode())
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.frombuffer(text, dtype=torch.uint8).to(device)
+
+
+def _value(raw: Tensor) -> Any:
+    return json.loads(ctypes.string_at(raw.data_ptr(), raw.numel()))

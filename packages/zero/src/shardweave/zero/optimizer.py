@@ -31,9 +31,10 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis, sharding_of
+from shardweave.comm import Axis, counts_here, sharding_of
 
 from . import state
 from .build import build_units
@@ -266,12 +267,52 @@ class ZeroOptimizer(Optimizer):
                 if gradient is not None and piece.slot in unit.present:
                     part = gradient[piece.start : piece.stop]
                     part = part if scale == 1.0 else part / scale
-                state = unit.optimizer.state[piece.values]
                 yield ShardPiece(
-                    unit.names[piece.slot], piece.parameter, piece.begin, piece.values, part, state
+                    name=unit.names[piece.slot],
+                    parameter=piece.parameter,
+                    begin=piece.begin,
+                    values=piece.values,
+                    gradient=part,
+                    state=unit.optimizer.state[piece.values],
+                    counts=counts_here(piece.parameter, self._model),
                 )
 
+    def name_of(self, parameter: Parameter) -> str:
+        """What the optimizer calls a parameter: its record's canonical name, else the one given with it, else its
+        place in the groups (``group0.3``)."""
+        return self._names[id(parameter)]
+
+    def frozen(self) -> dict[str, Parameter]:
+        """The parameters that were frozen when the optimizer was built: it has no shard of them."""
+        return {self._names[id(parameter)]: parameter for parameter in self._frozen}
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients on this rank that no :meth:`step` has used yet."""
+        return any(unit.holds_gradients for unit in self._units)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After somebody wrote into the values of :meth:`pieces`: puts them into the module's parameters.
+
+        Collective over the data axis.
+        """
+        self._publish()
+
     # -- checkpoints -----------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, Any]:
+        """What is kept besides tensors and settings, the same on all ranks: torch class, skipped steps, loss scale."""
+        return {
+            "kind": self._kind.__name__,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scale_state(),
+        }
+
+    def load_counters(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`counters`, on any layout."""
+        self.skipped = int(saved.get("skipped", 0))
+        self.load_loss_scale_state(saved.get("loss_scale", {}))
 
     def loss_scale_state(self) -> dict[str, float | int]:
         """Where the loss scale stands, as two plain numbers, the same on all ranks; ``{}`` without ``loss_scale``."""

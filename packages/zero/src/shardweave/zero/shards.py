@@ -85,6 +85,8 @@ class ShardPiece:
     state: dict[str, Any]
     """The optimizer's own state of these elements (``exp_avg``, ``step``, ...), not a copy; empty before the
     first step."""
+    counts: bool
+    """Whether, of the ranks of the model axis that hold these elements, this is the one that counts them."""
 
 
 class Shard:

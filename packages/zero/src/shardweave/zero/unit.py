@@ -67,6 +67,11 @@ class Unit:
         """The parameters in slot order."""
         return self.flat.parameters
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there is a gradient here, reduced or not, that no step has used."""
+        return self.local.waiting or self._incoming is not None or self.shard.gradient is not None
+
     def start_reduction(self, op: str) -> tuple[Tensor, Pending[Tensor]]:
         """Takes the local gradients and launches their reduction; returns the buffer that it reads."""
         self.present |= {slot for slot, p in enumerate(self.parameters) if p.grad is not None}

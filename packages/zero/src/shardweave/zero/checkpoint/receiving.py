@@ -1,0 +1,137 @@
+"""What this rank wants of a checkpoint, and what is done with it once it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optimizer import ZeroOptimizer
+from ..shards import ShardPiece
+from .contents import placed_frozen, placed_state, placed_values
+from .manifest import Group, Manifest
+from .placed import Placed
+from .scalars import decoded
+
+__all__ = ["Request", "request_of"]
+
+
+class Request:
+    """Destinations for tensors of a checkpoint, checked against its index."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.found: dict[str, Placed] = {}
+        """What will be read, and where to."""
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+        self._states: list[tuple[ShardPiece, dict[str, Any]]] = []
+        self._with_state = True
+
+    def add(self, tensors: Mapping[str, Placed]) -> None:
+        """Wants these; what the checkpoint does not have is ``missing``, what is of another kind a problem."""
+        for name, placed in tensors.items():
+            entry = self._manifest.tensors.get(name)
+            if entry is None:
+                if 0 not in placed.shape:  # without elements there is nothing to save
+                    self.missing.append(name)
+            elif entry.shape != placed.shape:
+                self.problems.append(f"{name} is {entry.shape} there and {placed.shape} here")
+            elif f"torch.{entry.dtype}" != str(placed.dtype):
+                here = str(placed.dtype).removeprefix("torch.")
+                self.problems.append(f"{name} is {entry.dtype} there and {here} here")
+            else:
+                self.found[name] = placed
+
+    def add_optional(self, tensors: Mapping[str, Placed]) -> None:
+        """Wants these if they are there."""
+        self.add({name: placed for name, placed in tensors.items() if name in self._manifest.tensors})
+
+    def add_piece(self, piece: ShardPiece, states: Mapping[str, str]) -> None:
+        """Wants a parameter's elements, and memory of their own for its states. ``states``: name -> dtype."""
+        self.add({piece.name: placed_values(piece)})
+        arrived: dict[str, Any] = {}
+        for key, dtype in states.items():
+            flat = torch.empty(piece.values.shape, dtype=getattr(torch, dtype), device=piece.values.device)
+            self.add({f"{key}/{piece.name}": placed_state(piece, flat)})
+            arrived[key] = flat
+        for key, values in self._manifest.scalars.items():
+            if piece.name in values:
+                arrived[key] = decoded(values[piece.name])
+        self._states.append((piece, arrived))
+
+    def without_state(self) -> None:
+        """Leaves the optimizer's state and settings as they are."""
+        self._with_state = False
+
+    def finish(self, optimizer: ZeroOptimizer) -> None:
+        """After everything was read: gives the optimizer its states and settings."""
+        if not self._with_state:
+            return
+        for piece, arrived in self._states:
+            before = dict(piece.state)
+            piece.state.clear()
+            piece.state.update({key: _like(value, before.get(key)) for key, value in arrived.items()})
+        for number, group in enumerate(optimizer.param_groups):
+            saved = saved_settings(optimizer, self._manifest.groups, number)
+            for key, value in (saved[0] if saved else {}).items():
+                group[key] = _like(decoded(value), group.get(key))
+        optimizer.load_counters(self._manifest.optimizer)
+
+
+def request_of(optimizer: ZeroOptimizer, manifest: Manifest, *, strict: bool) -> Request:
+    """Everything of an optimizer that a checkpoint should have."""
+    request = Request(manifest)
+    kind = optimizer.counters()["kind"]
+    same_kind = manifest.optimizer.get("kind") == kind
+    if not same_kind:
+        request.without_state()
+        if strict:
+            request.problems.append(
+                f"its state is {manifest.optimizer.get('kind')}'s and the optimizer is {kind}"
+            )
+    states = _states_by_parameter(manifest) if same_kind else {}
+    for piece in optimizer.pieces():
+        request.add_piece(piece, states.get(piece.name, {}))
+    request.add({name: placed_frozen(parameter) for name, parameter in optimizer.frozen().items()})
+    for number in range(len(optimizer.param_groups)) if same_kind else ():
+        if len(saved_settings(optimizer, manifest.groups, number)) > 1:
+            request.problems.append(
+                f"the parameters of group {number} were in groups with different settings when they were saved"
+            )
+    return request
+
+
+def saved_settings(
+    optimizer: ZeroOptimizer, groups: tuple[Group, ...], number: int
+) -> list[Mapping[str, Any]]:
+    """The different settings that a group's parameters were saved with; of an empty one, those under its number."""
+    names = {optimizer.name_of(parameter) for parameter in optimizer.param_groups[number]["params"]}
+    saved = [
+        group.settings
+        for group in groups
+        if (names.intersection(group.parameters) if names else group.number == number)
+    ]
+    return [one for place, one in enumerate(saved) if one not in saved[:place]]
+
+
+def _states_by_parameter(manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Parameter -> its states with one element for each of its own -> their dtype."""
+    found: dict[str, dict[str, str]] = {}
+    for name, entry in manifest.tensors.items():
+        key, slash, parameter = name.partition("/")
+        if slash and key not in ("extra", "random"):
+            found.setdefault(parameter, {})[key] = entry.dtype
+    return found
+
+
+def _like(value: Any, before: Any) -> Any:
+    """A loaded value on the device of the one it replaces; a number stays in a tensor that others may refer to."""
+    if isinstance(before, Tensor):
+        if isinstance(value, Tensor):
+            return value.to(before.device)
+        if not before.dim():
+            return before.fill_(value)
+    return value

@@ -1,0 +1,253 @@
+"""Storage for DCP: safetensors files and one index with checksums, instead of pickles and trust.
+
+DCP's own file system storage loads flipped bytes without a word and unpickles its metadata. Here a rank writes what
+was planned for it into one safetensors file; the first rank collects the checksums and makes the checkpoint whole::
+
+    [1] every rank   chunks -> CRC-32 each -> rank-00003.safetensors -> fsync -> checksums of the file
+    [2] first rank   index.json -> fsync -> rename -> marker                        see `folder`
+
+On the way back, every chunk that is read is compared with its CRC-32 before an element of it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardweave.comm import Rectangle
+
+from . import folder
+from .errors import CheckpointError
+from .manifest import Chunk, FileEntry, Manifest, TensorEntry
+from .planning import metadata_of, rectangle_of
+
+__all__ = ["Reader", "Writer", "rank_file", "read_chunk"]
+
+_LOOK_EVERY = 0.05  # seconds between looks for a file that is not there yet
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def entry_name(tensor: str, rectangle: Rectangle, shape: Sequence[int]) -> str:
+    """What a chunk is called in its file: the tensor's own name when it is all of it."""
+    if rectangle.sizes == tuple(shape):
+        return tensor
+    ranges = (
+        f"{start}:{start + size}" for start, size in zip(rectangle.offsets, rectangle.sizes, strict=True)
+    )
+    return f"{tensor}[{','.join(ranges)}]"
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint. ``rank``: this process's position among the ranks that write it.
+
+    ``rest``: what the index holds besides tensors and files; only the first rank's is used.
+    """
+
+    def __init__(self, path: Path, rank: int, rest: Manifest) -> None:
+        self._path, self._rank, self._rest = path, rank, rest
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer serves one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the directory is there before any rank plans."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        files = {chunk.file: entry for chunk, entry in written.values()}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)  # nothing else was planned
+            chunks = tuple(written[MetadataIndex(name, chunk.offsets)][0] for chunk in entry.chunks)
+            tensors[name] = TensorEntry(
+                tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."), chunks
+            )
+        rest = self._rest
+        manifest = Manifest(
+            tensors=tensors,
+            files=files,
+            scalars=rest.scalars,
+            groups=rest.groups,
+            optimizer=rest.optimizer,
+            values=rest.values,
+        )
+        folder.commit(self._path, manifest)
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name = rank_file(self._rank)
+        file = folder.partial_path(self._path) / name
+        chunks: list[tuple[MetadataIndex, Chunk]] = []
+        tensors: dict[str, Tensor] = {}
+        for item in plan.items:
+            rectangle, data = _block(item), planner.resolve_data(item)
+            assert isinstance(data, Tensor) and item.tensor_data is not None  # nothing else was planned
+            values = data.detach().cpu().contiguous()
+            tensors[entry_name(item.index.fqn, rectangle, item.tensor_data.size)] = values
+            chunks.append((item.index, Chunk(rectangle, name, _crc32(values))))
+        try:
+            save_file(tensors, file)
+        except SafetensorError as error:  # a full disk, too, is one of these
+            raise OSError(f"{file} cannot be written: {error}") from None
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        entry = folder.describe_file(file)
+        return [WriteResult(index, 0, (chunk, entry)) for index, chunk in chunks]
+
+
+class Reader(StorageReader):
+    """Reads one checkpoint whose index is known.
+
+    ``patience``: seconds to wait for a file that the index names and that is not to be seen yet; on network file
+    systems a directory may show what another host wrote with a delay.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, *, patience: float = 5.0) -> None:
+        self._path, self._manifest, self._patience = path, manifest, patience
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a reader serves one checkpoint."""
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        return metadata_of(self._manifest)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
+        """Nothing: all is in the index."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Looks at every file that will be read, before any tensor is changed."""
+        deadline = time.monotonic() + self._patience
+        for name in sorted({self._chunk(item).file for item in plan.items}):
+            self._check_file(name, deadline)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._chunk(item).file, {}).setdefault(item.storage_index, []).append(item)
+        for name, chunks in by_file.items():
+            for index, items in chunks.items():
+                values = self._read(name, index)
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(values[_part(item)])
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk(self, item: ReadItem) -> Chunk:
+        assert (
+            item.storage_index.index is not None
+        )  # the position in the list of chunks that read_metadata gave
+        return self._manifest.tensors[item.storage_index.fqn].chunks[item.storage_index.index]
+
+    def _read(self, file: str, index: MetadataIndex) -> Tensor:
+        entry = self._manifest.tensors[index.fqn]
+        assert index.index is not None
+        return read_chunk(self._path / file, index.fqn, entry, entry.chunks[index.index])
+
+    def _check_file(self, name: str, deadline: float) -> None:
+        file, entry = self._path / name, self._manifest.files.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self._path} has chunks in {name}, which its index does not list")
+        while not file.is_file():
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{file} is missing, or this rank cannot see it")
+            time.sleep(_LOOK_EVERY)
+        check_header(file, entry)
+
+
+def check_header(file: Path, entry: FileEntry) -> None:
+    """Compares size and header of a file with the index."""
+    try:
+        size = file.stat().st_size
+        if size != entry.bytes:
+            raise CheckpointError(f"{file} has {size} bytes and should have {entry.bytes}")
+        if folder.header_crc32(file) != entry.header_crc32:
+            raise CheckpointError(f"{file} is damaged: its header is not the one that was written")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def read_chunk(file: Path, tensor: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
+    """One chunk, on the CPU, in the shape of its rectangle, after comparing it with its checksum.
+
+    CheckpointError: the file is not safetensors, does not have it, or has other bytes.
+    """
+    name = entry_name(tensor, chunk.rectangle, entry.shape)
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            values: Tensor = opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {name}: {error}") from None
+    wrong_kind = str(values.dtype) != f"torch.{entry.dtype}" or tuple(values.shape) != chunk.rectangle.sizes
+    if wrong_kind or _crc32(values) != chunk.crc32:
+        raise CheckpointError(f"{file} is damaged: {name} is not what was written")
+    return values
+
+
+def _block(item: WriteItem) -> Rectangle:
+    assert item.tensor_data is not None
+    return rectangle_of(item.tensor_data.chunk)
+
+
+def _part(item: ReadItem) -> tuple[slice, ...]:
+    return tuple(
+        slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+    )
+
+
+def _crc32(values: Tensor) -> int:
+    """Of a contiguous CPU tensor's bytes, without a copy."""
+    size = values.numel() * values.element_size()
+    return zlib.crc32((ctypes.c_char * size).from_address(values.data_ptr())) if size else 0
