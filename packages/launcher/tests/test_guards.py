@@ -35,6 +35,20 @@ def test_skips_are_said_and_too_many_in_a_row_stop() -> None:
         guards.check(_step(6, skipped=True))
 
 
+def test_the_search_for_the_loss_scale_is_said_and_does_not_count() -> None:
+    """From 2^16 down to 1, then skips that no scale explains."""
+    guards = _guards(max_skips=2)
+    for step in range(1, 17):
+        text = guards.check(_step(step, skipped=True, backed_off=True, loss_scale=2.0 ** (17 - step)))
+        assert str(text).startswith(
+            f"step {step} was skipped: the loss scale of {2 ** (17 - step)} is too large"
+        )
+    for step in (17, 18):
+        guards.check(_step(step, skipped=True, loss_scale=1.0))
+    with pytest.raises(TrainingStopped, match="the last 3 steps were skipped"):
+        guards.check(_step(19, skipped=True, loss_scale=1.0))
+
+
 def test_a_spike_is_warned_of_stopped_or_ignored() -> None:
     for spike in ("warn", "stop", "off"):
         guards = _guards(spike=spike)

@@ -15,6 +15,7 @@ import torch
 from shardweave.comm import Axis, Ledger, Mesh, all_gather
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset, MicroBatch
+from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import IGNORED, Record, StepResult, Trainer, train_in_process
 
@@ -229,6 +230,65 @@ def test_bf16_trains_and_fp64_stays_fp64() -> None:
         train_in_process(_config(), Mesh(), 1, dataset=_dataset()).parameters["norm.weight"].dtype
         == torch.float64
     )
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_fp16_trains_alike_in_every_layout_and_the_loss_falls() -> None:
+    """Layouts add up in another order, which half a step of fp16, 2^-11, covers; fp32 is as near."""
+    config = _config("precision=fp16", "zero.stage=2")
+    reference, wide = (
+        Trainer(chosen, _single(), dataset=_dataset())
+        for chosen in (config, _config("precision=fp32", "zero.stage=2"))
+    )
+    expected = [(reference.train_step(), wide.train_step()) for _ in range(8)]
+    assert [result.loss_scale for pair in expected for result in pair] == [2.0**16, None] * 8
+    assert expected[-1][0].loss < expected[0][0].loss
+    for sizes in ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}):
+        mesh = Mesh(**sizes)
+        trainer = Trainer(config, mesh, dataset=_dataset())
+        assert {parameter.dtype for parameter in trainer.parts.module.parameters()} == {torch.float16}
+        for pair in expected:
+            got = trainer.train_step()
+            assert (got.skipped, got.loss_scale) == (False, 2.0**16)
+            for want in pair:
+                assert got.loss == pytest.approx(want.loss, rel=2.0**-11)
+                assert got.grad_norm == pytest.approx(want.grad_norm, rel=2.0**-11)
+        mesh.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_fp16_finds_its_scale_on_all_ranks_together() -> None:
+    """From a scale at which every gradient overflows; what is reported is the loss itself."""
+    config = _config("precision=fp16", "zero.stage=2")
+    for sizes in ({"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}):
+        mesh = Mesh(**sizes)
+        trainer = Trainer(config, mesh, dataset=_dataset())
+        first = trainer.full_parameters()
+        trainer.parts.optimizer.load_loss_scale_state({"scale": 2.0**26, "clean_steps": 0})
+        results = [trainer.train_step()]
+        while results[-1].skipped:
+            assert results[-1].backed_off
+            assert all(torch.equal(first[name], now) for name, now in trainer.full_parameters().items())
+            results.append(trainer.train_step())
+        assert not results[-1].backed_off
+        assert 1 < len(results) < 12
+        assert trainer.step == len(results)
+        for number, result in enumerate(results):
+            assert result.loss_scale == 2.0 ** (26 - number)
+            assert result.loss == pytest.approx(np.log(256), abs=1.0)
+            seen = torch.tensor([float(result.loss_scale or 0)])
+            assert len(set(all_gather(seen, mesh.world).tolist())) == 1
+        mesh.close()
+
+
+def test_only_fp16_reports_a_loss_scale() -> None:
+    for precision, right in (("fp16", 2.0**16), ("bf16", None)):
+        trainer = Trainer(_config(f"precision={precision}"), Mesh(), dataset=_dataset())
+        meter = Meter(trainer)
+        meter.start()
+        record = meter.stop(trainer.train_step()).record()
+        assert record.get("loss_scale") == right
+        assert ("loss_scale" in record) == (precision == "fp16")
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_or_stops() -> None:

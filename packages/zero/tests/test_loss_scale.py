@@ -177,7 +177,9 @@ def test_unscaling_is_the_multiplication_that_clips() -> None:
     """Not one operation more on the shards than clipping alone takes."""
 
     class Products(TorchDispatchMode):
-        count = 0
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += func.overloadpacket in (torch.ops.aten.mul_, torch.ops.aten.div_)

@@ -28,7 +28,7 @@ from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.unbuilt import unbuilt
 from shardweave.models import Transformer, TransformerConfig
 from shardweave.pipeline import Pipeline, schedule, tie
-from shardweave.zero import MixedPrecision, ZeroOptimizer, decay_groups
+from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer, decay_groups
 
 __all__ = ["DTYPES", "Assembly", "assemble", "device_of", "layout_of_mesh"]
 
@@ -124,7 +124,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     )
 
     # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
-    #     ranks are summed, not averaged.
+    #     ranks are summed, not averaged. Small ones vanish in fp16, so there the loss is multiplied before.
     optimizer = ZeroOptimizer(
         decay_groups(module.parameters(), config.optimizer.weight_decay),
         _OPTIMIZERS[config.optimizer.name],
@@ -137,6 +137,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         shard_between_micro_batches=_or_none(config.zero.shard_between_micro_batches),
         nonfinite=config.guard.nonfinite,
         reduction="sum",
+        loss_scale=LossScale() if dtype == torch.float16 else None,
         **_options(config.optimizer),
     )
     return Assembly(shape, layout, plan, module, pipeline, optimizer, device)

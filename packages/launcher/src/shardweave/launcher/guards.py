@@ -34,9 +34,17 @@ class Guards:
     def check(self, result: StepResult) -> str | None:
         """A warning about this step, or None.
 
+        That the search for the loss scale skips steps is said and not counted: it begins too high on purpose, and ends
+        at the smallest scale, from where on skips count.
+
         Raises:
             TrainingStopped: for more skipped steps in a row than allowed, or a spike with `guard.spike: stop`.
         """
+        if result.backed_off:
+            return (
+                f"step {result.step} was skipped: the loss scale of {result.loss_scale:g} is too large for fp16; the "
+                "next one is smaller, and a few such steps are normal"
+            )
         self._skips = self._skips + 1 if result.skipped else 0
         if self._skips > self._settings.max_skips:
             raise TrainingStopped(

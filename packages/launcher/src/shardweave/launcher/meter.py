@@ -73,7 +73,7 @@ class Meter:
             comm_bytes={axis: int(count) for axis, count in zip(_AXES, sent, strict=True) if count},
             memory_gib=memory / 2**30,
             skipped=result.skipped,
-            extra={},
+            extra={} if result.loss_scale is None else {"loss_scale": result.loss_scale},
         )
 
 

@@ -52,7 +52,7 @@ class StepMetrics:
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
     extra: Mapping[str, float]
-    """Further keys: auxiliary losses."""
+    """Further keys: auxiliary losses, and with fp16 the ``loss_scale`` of the step."""
 
     def record(self) -> dict[str, Any]:
         """The line's object."""

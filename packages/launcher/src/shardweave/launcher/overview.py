@@ -134,7 +134,8 @@ class Overview:
 
     def _sharing(self) -> str:
         config, layout = self.config, self.layout
-        parts = [f"ZeRO-{config.zero.stage}", config.precision]
+        scaling = " with loss scaling" if config.precision == "fp16" else ""
+        parts = [f"ZeRO-{config.zero.stage}", f"{config.precision}{scaling}"]
         if layout.tensor > 1:
             parts.append("sequence parallel" if config.parallel.sequence else "no sequence parallelism")
         if layout.pipeline > 1:

@@ -8,8 +8,9 @@ One step::
 
     [1] micro-batches of this replica                     a function of (seed, step)
     [2] valid tokens, summed over the data axis           the one divisor of the whole global batch
-    [3] forwards and backwards over the stages            gradients of (sum of losses) / (global tokens)
-    [4] reduce, global norm, clip, update                 zero
+    [3] forwards and backwards over the stages            gradients of (sum of losses) / (global tokens), with fp16
+                                                          times the loss scale
+    [4] reduce, global norm, clip, update                 zero, which takes the scale out again
     [5] loss, summed over data ranks and stages           what every rank reports
 """
 
@@ -52,6 +53,10 @@ class StepResult:
     """Valid tokens of the global batch."""
     skipped: bool
     """Whether the update was left out because a gradient was not finite; the same on all ranks."""
+    loss_scale: float | None = None
+    """With fp16: what the loss was multiplied by for the backward passes of this step; `loss` is not."""
+    backed_off: bool = False
+    """Whether the step was skipped because that was too much; the next one has less."""
 
 
 class Trainer:
@@ -106,10 +111,11 @@ class Trainer:
         rate = learning_rate(self.step, self.config.run.steps, settings)
         for group in parts.optimizer.param_groups:
             group["lr"] = rate
+        loss_scale = parts.optimizer.loss_scale  # 1 without
         total = parts.pipeline.step(  # [3]
             [batch.inputs for batch in micro_batches],
             [batch.targets for batch in micro_batches],
-            scale=1.0 / max(tokens, 1),
+            scale=loss_scale / max(tokens, 1),
             arguments=self._arguments(micro_batches),
         )
         parts.optimizer.step()  # [4]
@@ -123,6 +129,8 @@ class Trainer:
             lr=rate,
             tokens=tokens,
             skipped=parts.optimizer.step_skipped,
+            loss_scale=loss_scale if self.config.precision == "fp16" else None,
+            backed_off=parts.optimizer.step_backed_off,
         )
 
     def evaluate(self) -> float | None:
@@ -166,15 +174,19 @@ class Trainer:
         For tests and small models: it moves all parameters. Values are exact: each element is added to zeros.
         """
         held = {sharding_of(parameter).name: parameter for parameter in self.parts.module.parameters()}
-        full = {}
-        for entry in parameter_shapes(self.parts.shape):
-            dtype = next(self.parts.module.parameters()).dtype
-            values = torch.zeros(entry.shape, dtype=dtype, device=self.parts.device)
-            parameter = held.get(entry.name)
-            if parameter is not None and counts_here(parameter, self.mesh.model):
-                values[full_index(parameter)] = parameter.detach()
-            full[entry.name] = all_reduce(values, self.mesh.model)
-        return full
+        shapes = parameter_shapes(self.parts.shape)
+        # One collective for all of them: a model has hundreds of parameters, and each would cost a round trip.
+        dtype = next(self.parts.module.parameters()).dtype
+        sizes = [math.prod(entry.shape) for entry in shapes]
+        values = torch.zeros(sum(sizes), dtype=dtype, device=self.parts.device)
+        full = {
+            entry.name: part.view(entry.shape) for entry, part in zip(shapes, values.split(sizes), strict=True)
+        }
+        for name, parameter in held.items():
+            if counts_here(parameter, self.mesh.model):
+                full[name][full_index(parameter)] = parameter.detach()
+        all_reduce(values, self.mesh.model)
+        return {name: part.clone() for name, part in full.items()}  # each with storage of its own, to be sent or kept
 
     def _arguments(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, DropoutStreams]]:
         """Dropout masks are keyed by the samples they fall on: the same in every layout."""

@@ -58,7 +58,6 @@ table: tuple[Row, ...] = (
     ),
     Row(("zero", "keep_gathered"), _not("auto"), "this threshold of stage 3", "zero.keep_gathered=auto"),
     Row(("zero", "replicas"), _above(1), "sharding inside a group of ranks", "zero.replicas=1"),
-    Row(("precision",), _not("fp64", "fp32", "bf16"), "fp16 with loss scaling", "precision=bf16"),
     Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
     Row(("comm", "hierarchy"), _not("auto", "flat"), "communication in two levels", "comm.hierarchy=auto"),
     Row(("comm", "compression"), _not("none"), "gradient compression", "comm.compression=none"),
