@@ -191,7 +191,7 @@ def test_unscaling_is_the_multiplication_that_clips() -> None:
         optimizer.scale(weight.sum()).backward()
         with Products() as seen:
             optimizer.step()
-        return seen.count
+        return int(seen.count)
 
     assert products(0.1, LossScale()) == products(0.1, None) == 1
     assert products(None, None) == 0
