@@ -9,17 +9,20 @@ import pytest
 import torch
 
 from shardweave.comm import Mesh, barrier
-from shardweave.launcher import checkpoint
-from shardweave.launcher import checkpoint_files as files
 from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset
-from shardweave.launcher.layout import Layout
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.trainer import Trainer
-from shardweave.launcher.weights import full_parameters
+from shardweave.zero.checkpoint import (
+    CheckpointWriteError,
+    complete_checkpoints,
+    damaged_files,
+    read_tensors,
+    storage,
+)
 
 SETTINGS = [
     "model.layers=2",
@@ -59,7 +62,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path: Path
         expected = [whole.train_step().loss for _ in range(3)]
         path = save(whole, root, keep=2)
         barrier(mesh.world)
-        for name, values in full_parameters(path).items():
+        for name, values in read_tensors(path).items():
             torch.testing.assert_close(
                 whole.full_parameters()[name], values, check_dtype=False, rtol=0, atol=0.01
             )
@@ -81,7 +84,7 @@ def test_weights_put_together_are_those_of_the_ranks(tmp_path: Path) -> None:
         trainer.train_step()
         path = save(trainer, tmp_path / str(number), keep=1)
         barrier(mesh.world)
-        expected, found = trainer.full_parameters(), full_parameters(path)
+        expected, found = trainer.full_parameters(), read_tensors(path)
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             assert torch.equal(found[name], values), name
@@ -97,25 +100,49 @@ def test_all_ranks_fall_back_together_when_one_file_is_damaged(tmp_path: Path) -
         trainer.train_step()
         paths.append(save(trainer, tmp_path, keep=2))
     barrier(mesh.world)
-    assert [step for step, _ in files.complete_checkpoints(tmp_path)] == [2, 3]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 3]
     barrier(mesh.world)
     if mesh.world.rank == 1:  # one byte of one rank's file
-        file = paths[2] / files.rank_file(1)
-        content = bytearray(file.read_bytes())
-        content[-5] ^= 1
-        file.write_bytes(content)
+        flip(paths[2] / "rank-00001.safetensors", -5)
     barrier(mesh.world)
     again = Trainer(_config(), mesh, dataset=_dataset())
     said: list[str] = []
     assert resume(again, tmp_path, said.append) == paths[1]
     assert again.step == 2
-    if mesh.world.rank == 1:
-        assert "is damaged" in said[0]
+    assert "step-00000003 is passed over: rank 1: " in said[0]
+    assert "rank-00001.safetensors is damaged" in said[0]
     barrier(mesh.world)
     again.train_step()
     assert save(again, tmp_path, keep=2) == paths[2]  # written anew
     barrier(mesh.world)
-    files.check_file(paths[2], files.read_index(paths[2]), files.rank_file(1))
+    assert damaged_files(paths[2]) == []
+
+
+def flip(file: Path, position: int) -> None:
+    """One bit."""
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_checkpoints_that_cannot_be_read_never_start_a_run_from_the_beginning(tmp_path: Path) -> None:
+    mesh = Mesh(dp=2)
+    trainer = Trainer(_config(), mesh, dataset=_dataset())
+    trainer.train_step()
+    path = save(trainer, tmp_path, keep=2)
+    barrier(mesh.world)
+    if mesh.world.is_first:
+        flip(path / "rank-00001.safetensors", -5)
+    barrier(mesh.world)
+    with pytest.raises(ConfigError, match=r"no checkpoint can be read: rank 1: .*checkpoint\.resume=never"):
+        resume(Trainer(_config(), mesh, dataset=_dataset()), tmp_path, lambda text: None)
+    barrier(mesh.world)
+    if mesh.world.is_first:
+        flip(path / "index.json", 5)
+    barrier(mesh.world)
+    with pytest.raises(ConfigError, match=r"no checkpoint can be read: .*index\.json is damaged"):
+        resume(Trainer(_config(), mesh, dataset=_dataset()), tmp_path, _quiet)
 
 
 def _saved(tmp_path: Path, *overrides: str) -> Path:
@@ -124,21 +151,43 @@ def _saved(tmp_path: Path, *overrides: str) -> Path:
     return save(trainer, tmp_path, keep=2)
 
 
-def test_another_layout_model_or_precision_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_model_or_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     path = _saved(tmp_path)
-    assert find_resumable(_config(), tmp_path, Layout())[0].path == path
-    for config, layout, text in (
-        (
-            _config(),
-            Layout(tensor=2),
-            r"was saved on dp1 × tp1 × pp1 and this run is dp1 × tp2 × pp1: loading on",
-        ),
-        (_config("model.hidden=32"), Layout(), r"another model: `model.hidden: 32` \(there: 16\)"),
-        (_config("precision=fp64"), Layout(), r"other settings: `precision: fp64` \(there: fp32\)"),
+    found = find_resumable(_config(), tmp_path)
+    assert (found.paths, found.step, found.told) == ((path,), 1, ())
+    for override, text in (
+        ("model.hidden=32", r"`model.hidden: 32` \(there: 16\)"),
+        ("optimizer.name=sgd", r"`optimizer.name: sgd` \(there: adamw\)"),
+        ("precision=fp64", r"`precision: fp64` \(there: fp32\)"),
     ):
-        with pytest.raises(ConfigError, match=text):
-            find_resumable(config, tmp_path, layout)
-    assert find_resumable(_config("checkpoint.resume=never"), tmp_path, Layout(tensor=2)) == []
+        with pytest.raises(ConfigError, match=f"another model or optimizer: .*{text}"):
+            find_resumable(_config(override), tmp_path)
+    assert find_resumable(_config("checkpoint.resume=never"), tmp_path).paths == ()
+
+
+def test_what_makes_it_another_run_is_told_and_what_does_not_is_not(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    free = ["parallel.tensor=2", "zero.stage=2", "batch.micro=2", "comm.bucket_mb=1", "run.log_every=7"]
+    assert find_resumable(_config(*free), tmp_path).told == ()
+    told = find_resumable(_config("optimizer.lr=0.5", "run.steps=9", "guard.spike=off"), tmp_path).told
+    assert told == (
+        "changed since step-00000001: `run.steps: 9` (there: 8): the learning-rate schedule spans other steps",
+        "changed since step-00000001: `optimizer.lr: 0.5` (there: 0.001)",
+        "changed since step-00000001: `guard.spike: off` (there: warn)",
+    )
+
+
+def test_unfinished_checkpoints_are_passed_over_and_said(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    (tmp_path / ".step-00000004.partial").mkdir()
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000000").mkdir()  # older: no news
+    found = find_resumable(_config(), tmp_path)
+    assert found.paths == (path,)
+    assert [text.split()[0] for text in found.told] == [
+        str(tmp_path / ".step-00000004.partial"),
+        str(tmp_path / "step-00000003"),
+    ]
 
 
 def test_a_path_names_a_checkpoint_or_a_run(tmp_path: Path) -> None:
@@ -148,12 +197,12 @@ def test_a_path_names_a_checkpoint_or_a_run(tmp_path: Path) -> None:
         trainer = Trainer(_config(f"checkpoint.resume={given}"), Mesh(), dataset=_dataset())
         assert resume(trainer, elsewhere, _quiet) == path
     with pytest.raises(ConfigError, match="there is no checkpoint"):
-        find_resumable(_config(f"checkpoint.resume={tmp_path}/gone"), elsewhere, Layout())
+        find_resumable(_config(f"checkpoint.resume={tmp_path}/gone"), elsewhere)
     (path / "complete").unlink()
     with pytest.raises(ConfigError, match="is not a whole checkpoint"):
-        find_resumable(_config(f"checkpoint.resume={path}"), elsewhere, Layout())
+        find_resumable(_config(f"checkpoint.resume={path}"), elsewhere)
     with pytest.raises(ConfigError, match="has no whole checkpoint"):
-        find_resumable(_config(f"checkpoint.resume={tmp_path}/run"), elsewhere, Layout())
+        find_resumable(_config(f"checkpoint.resume={tmp_path}/run"), elsewhere)
 
 
 def test_a_new_run_has_nothing_to_resume(tmp_path: Path) -> None:
@@ -166,15 +215,32 @@ def test_other_data_is_allowed_and_said(tmp_path: Path) -> None:
     other = Dataset(_dataset().tokens, 8, 40, 0, "another text")
     resume(Trainer(_config("run.seed=9"), Mesh(), dataset=other), tmp_path, said.append)
     assert said == [
-        "warning: `run.seed` has changed since: samples come in another order from here on",
+        "warning: changed since step-00000001: `run.seed: 9` (there: 1234): samples come in another order from here on",
         "warning: the text of `data.source` has changed since the checkpoint",
     ]
+
+
+def test_a_course_that_is_not_continued_is_set_aside(tmp_path: Path) -> None:
+    trainer = Trainer(_config(), Mesh(), dataset=_dataset())
+    paths = []
+    for _ in range(3):
+        trainer.train_step()
+        paths.append(save(trainer, tmp_path, keep=0))
+    said: list[str] = []
+    again = Trainer(_config(f"checkpoint.resume={paths[0]}"), Mesh(), dataset=_dataset())
+    assert resume(again, tmp_path, said.append) == paths[0]
+    assert complete_checkpoints(tmp_path) == [(1, paths[0])]
+    assert [text.split(" is ")[0] for text in said] == ["warning: step-00000002", "warning: step-00000003"]
+    again.train_step()
+    save(again, tmp_path, keep=1)
+    assert complete_checkpoints(tmp_path) == [(2, paths[1])]
+    assert (tmp_path / "step-00000003.superseded" / "complete").is_file()
 
 
 def test_another_global_batch_continues_at_the_next_sample(tmp_path: Path) -> None:
     _saved(tmp_path)
     trainer = Trainer(_config("batch.global=4"), Mesh(), dataset=_dataset())
-    resume(trainer, tmp_path, _quiet)
+    resume(trainer, tmp_path, lambda text: None)
     assert trainer.samples == 8
     first = [int(batch.samples[0]) for batch in trainer.batches.at(trainer.samples)]
     whole = Trainer(_config(), Mesh(), dataset=_dataset())
@@ -191,12 +257,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_spoils_nothing(tmp_p
     barrier(mesh.world)
     if mesh.world.rank == 1:
 
-        def refuse(trainer: Trainer, path: Path) -> files.FileEntry:
-            path.mkdir()  # where the file would be: a directory, which no user can write to
-            return write(trainer, path)
+        def refuse(tensors: dict[str, torch.Tensor], file: Path) -> None:
+            file.mkdir()  # where the file would be: a directory, which no user can write to
+            write(tensors, file)
 
-        write = checkpoint._write
-        checkpoint._write = refuse
-    with pytest.raises(OSError, match=r"rank|directory"):
+        write = storage.save_file
+        storage.save_file = refuse
+    with pytest.raises(CheckpointWriteError, match=r"step-00000002 could not be written: rank 1: "):
         save(trainer, tmp_path, keep=2)
-    assert files.complete_checkpoints(tmp_path) == [(1, path)]
+    barrier(mesh.world)
+    assert complete_checkpoints(tmp_path) == [(1, path)]
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]

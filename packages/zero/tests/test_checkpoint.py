@@ -135,7 +135,7 @@ def loaded(folder: str, data: int, tensor: int, stage: int) -> list[dict[str, Te
         for parameter in net.parameters():
             parameter.data.fill_(-7)  # whatever is not loaded would be seen
         values = load_checkpoint(path, optimizer, world=mesh.world).values
-        assert values["step"] == 3 and values["text"] == "ä"
+        assert (values["step"], values["text"]) == (3, "ä")
         full = gathered(optimizer, mesh)
         for parameter in net.parameters():
             if parameter.numel():

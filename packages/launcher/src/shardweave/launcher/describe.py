@@ -34,15 +34,14 @@ def dry_run(request: Request) -> int:
         prepared = prepare(request)
         overview = prepared.overview
         run = RunDirectory.of(prepared.config)
-        found = find_resumable(prepared.config, run.checkpoints, overview.layout)
+        found = find_resumable(prepared.config, run.checkpoints)
     except ConfigError as error:
         return fail(error)
-    for warning in prepared.warnings:
+    for warning in (*prepared.warnings, *found.told):
         print(f"warning: {warning}", file=sys.stderr)
     rows = [*overview.header(), *overview.details()]
-    rows.append(
-        ("start", f"from step {found[0].index.step}: {found[0].path}" if found else "from the beginning")
-    )
+    start = f"from step {found.step}: {found.paths[0]}" if found.paths else "from the beginning"
+    rows.append(("start", start))
     show_rows(Console(highlight=False), rows)
     return 0
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from shardweave.launcher.checkpoint_files import CheckpointError, complete_checkpoints
 from shardweave.launcher.describe import fail
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.tokenizer import tokenizer
-from shardweave.launcher.weights import full_parameters
 from shardweave.models import Transformer
 from shardweave.models import generate as sample
+from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors
 
 __all__ = ["generate_text", "load_model"]
 
@@ -46,7 +45,7 @@ def load_model(run: Path, checkpoint: Path) -> Transformer:
         CheckpointError: for a checkpoint that is not whole, or of another model than the configuration's.
     """
     shape = transformer_config(load_config(run / "config.yaml"))
-    weights = full_parameters(checkpoint)
+    weights = read_tensors(checkpoint)
     dtype = next(iter(weights.values())).dtype
     model = Transformer(shape, device="meta", dtype=dtype).to_empty(device="cpu")
     held = dict(model.named_parameters())

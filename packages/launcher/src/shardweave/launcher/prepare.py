@@ -148,7 +148,7 @@ def open_run(overview: Overview) -> tuple[RunDirectory, int, Path | None]:
     """
     config = overview.config
     run = RunDirectory.of(config)
-    found = find_resumable(config, run.checkpoints, overview.layout)
+    found = find_resumable(config, run.checkpoints)
     aside: Path | None = None
     try:
         if config.checkpoint.resume == "never":
@@ -158,4 +158,4 @@ def open_run(overview: Overview) -> tuple[RunDirectory, int, Path | None]:
         raise MachineError(f"the run directory {run.path} cannot be made: {error.strerror}") from None
     if not os.access(run.path, os.W_OK):
         raise MachineError(f"the run directory {run.path} cannot be written: permission denied")
-    return run, found[0].index.step if found else 0, aside
+    return run, found.step, aside

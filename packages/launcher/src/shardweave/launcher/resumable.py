@@ -1,95 +1,104 @@
-"""Which checkpoints a run may continue from, decided from small files before any rank starts.
-
-A checkpoint fits a run of the same model on the same layout under the settings that its optimizer state depends on.
-What differs is named with both values, and the way out. Loading on any layout will make most of this unnecessary.
-"""
+"""Which checkpoints a run may continue from, decided from small files before any rank starts."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardweave.launcher import checkpoint_files as files
-from shardweave.launcher.checkpoint_files import CheckpointError, Index
+from shardweave.launcher.changes import changed_settings
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import Layout
-from shardweave.launcher.problems import ConfigError, Problem, quoted
+from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import resolved
+from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_manifest
 
-__all__ = ["Found", "find_resumable", "model_settings", "refused", "training_settings"]
+__all__ = ["Resumable", "find_resumable", "plain_settings", "refused", "values_of"]
 
-_MODEL_KEYS = (
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "ffn",
-    "vocab",
-    "position",
-    "norm",
-    "embedding_norm",
-    "activation",
-    "tie_embeddings",
-)
-
-
-def model_settings(config: Config) -> dict[str, Any]:
-    """The settings that the parameters' names, shapes and meaning depend on."""
-    block = resolved(config).plain()["model"]
-    return {key: block[key] for key in _MODEL_KEYS}
-
-
-def training_settings(config: Config) -> dict[str, Any]:
-    """The settings that the optimizer's state on this layout depends on."""
-    return {
-        "precision": config.precision,
-        "zero.stage": config.zero.stage,
-        "optimizer.name": config.optimizer.name,
-        "comm.bucket_mb": config.comm.bucket_mb,
-    }
+_UNFINISHED = re.compile(r"\.?step-(\d{8,})(\.partial)?")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint to continue from."""
+class Resumable:
+    """Where a run may go on."""
 
-    path: Path
-    index: Index
+    paths: tuple[Path, ...] = ()
+    """Whole checkpoints, newest first: the first one that can be read on all ranks is taken."""
+    step: int = 0
+    """Of the first of them; 0: there is none."""
+    told: tuple[str, ...] = ()
+    """What a person should know: newer ones that were passed over, settings that have changed."""
 
 
-def find_resumable(config: Config, root: Path, layout: Layout) -> list[Found]:
-    """The whole checkpoints that `checkpoint.resume` allows to continue from, newest first.
+def plain_settings(config: Config) -> dict[str, Any]:
+    """The resolved configuration as a checkpoint keeps it, to be compared with the one that continues."""
+    return resolved(config).plain()
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """What the run has written into a checkpoint besides tensors.
+
+    CheckpointError: it is not whole, or no checkpoint of a run.
+    """
+    values = dict(read_manifest(path).values)
+    if not {"step", "samples", "config", "data"} <= values.keys():
+        raise CheckpointError(
+            f"{path} is not a checkpoint of `shardweave train`: it has no step or no config"
+        )
+    return values
+
+
+def find_resumable(config: Config, root: Path) -> Resumable:
+    """The whole checkpoints that `checkpoint.resume` allows to continue from.
 
     Reads small files only, so a launcher can ask before it starts anything.
 
-    Raises:
-        ConfigError: when the newest one is of another model or layout, or a path that was given is no checkpoint.
+    ConfigError: the newest one is of another model, none of those that are there can be read, or a path that was given
+    is no checkpoint.
     """
     wanted = config.checkpoint.resume
     if wanted == "never":
-        return []
-    if wanted == "auto":
-        candidates = [path for _, path in reversed(files.complete_checkpoints(root))]
-    else:
-        candidates = _given(Path(os.path.expanduser(wanted)))
-    found = []
-    for path in candidates:
+        return Resumable()
+    given = Path(os.path.expanduser(wanted))
+    candidates = _newest_first(root) if wanted == "auto" else _given(given)
+    damaged: list[str] = []
+    while candidates:
         try:
-            found.append(Found(path, files.read_index(path)))
+            values = values_of(candidates[0])
         except CheckpointError as error:
-            if wanted != "auto":
-                raise refused(f"checkpoint.resume: {error}") from None
-    if found:
-        _check_fits(config, layout, found[0])
-    return found
+            damaged.append(str(error))
+            del candidates[0]
+            continue
+        told = _check_fits(config, candidates[0], values)
+        passed = _unfinished(root, values["step"]) if wanted == "auto" else []
+        return Resumable(tuple(candidates), values["step"], (*damaged, *passed, *told))
+    if damaged:
+        raise refused(nothing_whole(damaged))
+    return Resumable(told=tuple(_unfinished(root, 0) if wanted == "auto" else ()))
+
+
+def nothing_whole(damaged: list[str]) -> str:
+    """Why a run with checkpoints does not start: from the beginning it would, in time, delete them."""
+    return (
+        f"checkpoint.resume: no checkpoint can be read: {'; '.join(damaged)}. Put the files back, or start over with "
+        f"checkpoint.resume=never, which keeps the old run under another name"
+    )
+
+
+def refused(text: str) -> ConfigError:
+    """The error of a checkpoint that this run cannot continue from."""
+    return ConfigError([Problem(("checkpoint", "resume"), text)])
+
+
+def _newest_first(root: Path) -> list[Path]:
+    return [path for _, path in reversed(complete_checkpoints(root))]
 
 
 def _given(path: Path) -> list[Path]:
     """A checkpoint's own path, or that of a run, whose newest is meant."""
     if (path / "checkpoints").is_dir():
-        inside = [inner for _, inner in reversed(files.complete_checkpoints(path / "checkpoints"))]
+        inside = _newest_first(path / "checkpoints")
         if not inside:
             raise refused(f"checkpoint.resume: the run {path} has no whole checkpoint")
         return inside
@@ -100,40 +109,22 @@ def _given(path: Path) -> list[Path]:
     return [path]
 
 
-def refused(text: str) -> ConfigError:
-    """The error of a checkpoint that this run cannot continue from."""
-    return ConfigError([Problem(("checkpoint", "resume"), text)])
+def _unfinished(root: Path, after: int) -> list[str]:
+    """Newer checkpoints without a marker: their writers died, or are at it."""
+    found = []
+    whole = {path for _, path in complete_checkpoints(root)}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        match = _UNFINISHED.fullmatch(path.name)
+        if match and path not in whole and int(match[1]) > after:
+            found.append(f"{path} is passed over: it was never finished")
+    return found
 
 
-def _check_fits(config: Config, layout: Layout, found: Found) -> None:
-    index = found.index
-    fresh = "use another run.name, or checkpoint.resume=never to start over"
-    model = model_settings(config)
-    other = [
-        f"`model.{key}: {quoted(value)}` (there: {quoted(index.model.get(key))})"
-        for key, value in model.items()
-        if index.model.get(key) != value
-    ]
-    if other:
-        raise refused(f"{found.path} is a checkpoint of another model: {', '.join(other)}; {fresh}")
-    if dict(index.layout) != layout.sizes():
-        there = Layout(
-            data=index.layout["dp"],
-            tensor=index.layout["tp"],
-            pipeline=index.layout["pp"],
-            context=index.layout["cp"],
-        )
+def _check_fits(config: Config, path: Path, values: dict[str, Any]) -> list[str]:
+    not_here, told = changed_settings(values["config"], plain_settings(config))
+    if not_here:
         raise refused(
-            f"{found.path} was saved on {there} and this run is {layout}: loading on another layout is not built yet; "
-            f"use the same layout, or {fresh.removeprefix('use ')}"
+            f"{path} is a checkpoint of another model or optimizer: {', '.join(not_here)}; use another run.name, or "
+            f"checkpoint.resume=never to start over"
         )
-    settings = [
-        f"`{key}: {quoted(value)}` (there: {quoted(index.training.get(key))})"
-        for key, value in training_settings(config).items()
-        if index.training.get(key) != value
-    ]
-    if settings:
-        raise refused(
-            f"{found.path} was saved with other settings: {', '.join(settings)}: loading under other ones is not "
-            f"built yet; keep them, or {fresh.removeprefix('use ')}"
-        )
+    return [f"changed since {path.name}: {text}" for text in told]

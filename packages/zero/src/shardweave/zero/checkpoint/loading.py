@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardweave.comm import Axis, all_reduce, broadcast_value, gather_values
 
@@ -64,8 +64,8 @@ def load_checkpoint(
     everybody's, in the same words.
 
     CheckpointError: the checkpoint is not whole or damaged; when that shows while reading, parameters are partly
-    those of the checkpoint and have to be loaded from another one. CheckpointMismatch: it is of other tensors, shapes or
-    types, or of another optimizer; nothing is changed.
+    those of the checkpoint and have to be loaded from another one. CheckpointMismatch: it is of other tensors,
+    shapes or types, or of another optimizer; nothing is changed.
     """
     path = Path(path)
     manifest = read_manifest_together(path, world)
@@ -128,7 +128,7 @@ def _read(path: Path, tensors: PlacedTensors, manifest: Manifest, world: Axis, p
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is uninitialized": one process is no mistake
-            dcp.load(
+            load(
                 {},
                 storage_reader=Reader(path, manifest, patience=patience),
                 planner=PlacedLoadPlanner(tensors),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardweave.comm import Axis, gather_values
 
@@ -88,7 +88,7 @@ def write(path: Path, tensors: PlacedTensors, rest: Manifest, world: Axis) -> No
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is uninitialized": one process is no mistake
-            dcp.save(
+            save(
                 {},
                 storage_writer=Writer(path, world.rank, rest),
                 planner=PlacedSavePlanner(tensors),

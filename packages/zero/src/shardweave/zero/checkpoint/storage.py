@@ -22,7 +22,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardweave.comm import Rectangle
@@ -120,7 +119,8 @@ class Writer(StorageWriter):
         tensors: dict[str, Tensor] = {}
         for item in plan.items:
             rectangle, data = _block(item), planner.resolve_data(item)
-            assert isinstance(data, Tensor) and item.tensor_data is not None  # nothing else was planned
+            assert isinstance(data, Tensor)  # nothing else was planned
+            assert item.tensor_data is not None
             values = data.detach().cpu().contiguous()
             tensors[entry_name(item.index.fqn, rectangle, item.tensor_data.size)] = values
             chunks.append((item.index, Chunk(rectangle, name, _crc32(values))))
