@@ -93,6 +93,9 @@ class Run(_Block):
     """Optimizer steps of the whole run; learning-rate schedules span them."""
     stop_after: Count | None = None
     """End after this step with a checkpoint and status 0; schedules still span ``steps``."""
+    stop_grace: Positive | None = None
+    """Seconds that a signal to the launcher leaves the ranks to end their step and save, before they are killed;
+    null: as long as they take."""
     seed: Natural = 1234
     """Seed of the initial weights, the sample order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -304,8 +307,8 @@ class Checkpoint(_Block):
 
     every: Natural = 20
     """Steps between checkpoints; 0: none."""
-    keep: Count = 2
-    """How many of the newest are kept."""
+    keep: Natural = 2
+    """How many of the newest are kept; 0: all."""
     async_: Annotated[Flag, Field(alias="async")] = True
     """Whether files are written while training goes on. For now they are always written before the next step."""
     resume: Text = "auto"
@@ -316,11 +319,12 @@ class Guard(_Block):
     """What happens when numbers go wrong."""
 
     nonfinite: Literal["skip", "stop", "rollback"] = "skip"
-    """A loss or gradient that is not finite: skip the step on all ranks, or stop the run."""
+    """A loss or gradient that is not finite: skip the step on all ranks, or stop the run. With fp16 this is about
+    what is left at the smallest loss scale; above it, the scale is halved and the step skipped."""
     spike: Literal["off", "warn", "stop", "rollback"] = "warn"
     """A loss far above its recent level."""
     max_skips: Count = 10
-    """More skipped steps in a row than this stop the run."""
+    """More skipped steps in a row than this stop the run. Those that only find fp16's loss scale do not count."""
 
 
 class Metrics(_Block):
@@ -347,7 +351,8 @@ class Config(_Block):
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
-    """Type of parameters and activations; with bf16 and fp16 the optimizer keeps fp32 masters."""
+    """Type of parameters and activations; with bf16 and fp16 the optimizer keeps fp32 masters. fp16 adds loss scaling:
+    steps whose gradients overflow are skipped while the scale is found."""
     recompute: Annotated[
         Literal["none", "selective", "full"] | RecomputeEvery | RecomputeOperations,
         BeforeValidator(_recompute),
