@@ -307,9 +307,10 @@ def test_ranks_that_hang_after_a_failure_are_killed(zygote: Zygote, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    "number, status",
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
 )
-def test_a_signal_to_the_launcher_ends_the_job(
+def test_a_signal_to_the_launcher_ends_a_job_that_does_not_train(
     zygote: Zygote, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     handler = signal.getsignal(number)
@@ -322,7 +323,7 @@ def test_a_signal_to_the_launcher_ends_the_job(
     start = time.monotonic()
     outcome = launch(zygote, "wait_for_a_signal", tmp_path, on_line=react, on_start=pids.extend)
     assert time.monotonic() - start < LIMIT
-    assert outcome == Outcome(status)
+    assert outcome == Outcome(status, stopped=f"ended by {number.name}: before the first step")
     assert_gone(pids, 0)
     assert signal.getsignal(number) == handler
 

@@ -11,9 +11,9 @@ from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import config_text, load_config, read_config
 from shardweave.launcher.strict_yaml import load
 
-# The schema of the project's contract, every key with its default.
+# The schema of the project's contract and what has been added since (stop_grace), every key with its default.
 CONTRACT = """
-run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, seed: 1234, device: auto,
+run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, stop_grace: null, seed: 1234, device: auto,
              eval_every: 20, log_every: 1}
 model:
   preset: null

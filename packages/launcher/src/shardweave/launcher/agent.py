@@ -7,6 +7,9 @@ behind. Both live in its process context, so this module replaces that one part:
     launch_local ── LocalAgent.run()            rendezvous, watch, restart            (torch elastic)
                       └─ RankContext            start, poll, end, read the logs       (this module)
                            └─ RankGroup         fork, reap, kill the whole tree       (shardweave.comm.zygote)
+
+Signals are not elastic's either, which ends the ranks at the first: a `StopWatch` hears them, and between two looks at
+the ranks it passes a request on to them, through the store of the attempt (see `stopping`).
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, RunProcsResult
@@ -32,17 +34,16 @@ from shardweave.launcher.rank_entry import run_rank
 from shardweave.launcher.rank_logs import RankLogs
 from shardweave.launcher.rendezvous import LocalRendezvous
 from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.stop_watch import StopWatch
+from shardweave.launcher.stopping import Stop, StopBoard
 
-__all__ = ["GRACE", "STOP_SIGNALS", "Job", "LocalAgent", "RankContext"]
+__all__ = ["GRACE", "Job", "LocalAgent", "RankContext"]
 
 GRACE = 2
-"""Seconds that the other ranks have after the first failure, or any rank after a request to end."""
+"""Seconds that the other ranks have after the first failure, or ranks that do not train yet after a signal."""
 
 POLL_EVERY = 0.05
 """Seconds between looks at ranks and logs."""
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that the agent takes as a request to end the job."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Job:
     world_size: int
     directory: RunDirectory
     zygote: Zygote
+    stops: StopWatch
     on_line: Callable[[int, str], None] | None = None
     on_start: Callable[[list[int]], None] | None = None
 
@@ -79,19 +81,34 @@ class LogFiles(LogsSpecs):
 class RankContext(PContext):
     """The ranks of one attempt."""
 
-    def __init__(self, job: Job, envs: dict[int, dict[str, str]], logs: RankLogs) -> None:
+    def __init__(self, job: Job, envs: dict[int, dict[str, str]], logs: RankLogs, board: StopBoard) -> None:
         super().__init__("rank", run_rank, dict.fromkeys(envs, ()), envs, LogFiles(job.directory))
         self.exits: tuple[RankExit, ...] = ()
         """The ends that this process did not cause, in their order; known once the context is closed."""
         self._job = job
         self._logs = logs
+        self._board = board
         self._group: RankGroup | None = None
+
+    @property
+    def stop(self) -> Stop | None:
+        """The stop that the ranks have agreed on and saved for, if they have."""
+        return self._board.left
+
+    @property
+    def failures(self) -> tuple[RankExit, ...]:
+        """Those of `exits` that are failures."""
+        return self._failures(self.exits)
 
     @property
     def faults(self) -> dict[int, RankFault]:
         """What the failed ranks recorded."""
         found = {ended.rank: read_fault(error_file(self._job.directory, ended.rank)) for ended in self.exits}
         return {rank: fault for rank, fault in found.items() if fault is not None}
+
+    def start(self) -> None:
+        """Starts the ranks, without elastic's handlers for signals."""
+        self._start()
 
     def pids(self) -> dict[int, int]:
         return {} if self._group is None else dict(enumerate(self._group.pids))
@@ -116,6 +133,7 @@ class RankContext(PContext):
             if os.path.exists(path):
                 os.unlink(path)  # of an earlier attempt
         ranks = range(self.nprocs)
+        job.stops.started()
         self._group = job.zygote.spawn(
             Entry.of(run_rank),
             [(job.entry, dict(job.payload), self.error_files[rank]) for rank in ranks],
@@ -130,7 +148,8 @@ class RankContext(PContext):
         assert self._group is not None  # elastic polls what it has started
         self._group.poll()
         self.pass_on_lines()
-        failed = [ended for ended in self._group.exits if not ended.ok]
+        self._job.stops.look(self._board)
+        failed = self._failures(self._group.exits)
         if failed:
             return RunProcsResult(failures={ended.rank: self._process_failure(ended) for ended in failed})
         if self._group.running:
@@ -153,6 +172,12 @@ class RankContext(PContext):
             self.pass_on_lines()
         self.exits = self._group.exits
         self._group.kill()
+
+    def _failures(self, exits: tuple[RankExit, ...]) -> tuple[RankExit, ...]:
+        """What did not end well: neither with status 0 nor, after an agreed stop, with that stop's own."""
+        bad = tuple(ended for ended in exits if not ended.ok)
+        stop = self.stop if bad else None
+        return bad if stop is None else tuple(ended for ended in bad if ended.status != stop.status)
 
     def _process_failure(self, ended: RankExit) -> ProcessFailure:
         return ProcessFailure(
@@ -177,6 +202,7 @@ class LocalAgent(LocalElasticAgent):
         )
         super().__init__(spec, LogFiles(job.directory), shutdown_timeout=GRACE)
         self._job = job
+        self._local_rendezvous = rendezvous
         self._logs = RankLogs({rank: job.directory.log(rank) for rank in range(job.world_size)})
         self.context: RankContext | None = None
         """The ranks of the last attempt."""
@@ -211,9 +237,17 @@ class LocalAgent(LocalElasticAgent):
             }
             for worker in worker_group.workers
         }
-        self._pcontext = self.context = RankContext(self._job, envs, self._logs)
+        board = StopBoard(self._local_rendezvous.store)
+        self._pcontext = self.context = RankContext(self._job, envs, self._logs, board)
         self.context.start()
         return self.context.pids()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Looks at the ranks; those that fail while they stop are not started again."""
+        if self._job.stops.asked:
+            self._remaining_restarts = 0
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """After a failure, for good or before a restart."""
@@ -221,15 +255,13 @@ class LocalAgent(LocalElasticAgent):
             self.context.settle()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """At the end, and when a signal asks for it.
+        """At the end, and when a signal ends the job at once.
 
-        A stop that all ranks agree on, with a checkpoint, will be a key in the store that they look at
-        between steps, set here before the wait; until then a request to end is one to die.
+        Ranks that train only note a SIGTERM (see `stopping`), so it is no use to wait for them.
         """
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)  # impatience changes nothing: the end is near
-        super()._shutdown(signal.SIGTERM, timeout)
+        stops = self._job.stops
+        stops.over()
+        super()._shutdown(signal.SIGTERM, 0 if stops.begun else timeout)
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
         """Nobody records elastic's events, and for each of them it would ask the network for its own name."""

@@ -88,9 +88,12 @@ class Outcome:
     """How a job ended."""
 
     exit_code: int
-    """0; the first failing rank's own status; 3 for an unfit machine; 128 + n after signal n to the launcher."""
+    """0; 75 (130 after Ctrl-C) when the ranks stopped with a checkpoint; the first failing rank's own status; 3 for
+    an unfit machine; 128 + n when signal n ended the job without one."""
     failure: Failure | None = None
-    """None when all went well, and when the job was asked to stop."""
+    """None when all went well, and when a signal ended the job."""
+    stopped: str = ""
+    """How a signal ended the job, in a sentence without a full stop."""
 
 
 def error_file(directory: RunDirectory, rank: int) -> Path:

@@ -15,62 +15,58 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardweave import comm
-from shardweave.launcher.describe import fail
+from shardweave.launcher.describe import say_once
 from shardweave.launcher.display import make_display, show_rows
 from shardweave.launcher.prepare import MachineError, Prepared, open_run, prepare
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.rank import train
 from shardweave.launcher.request import Request
 from shardweave.launcher.run_directory import RunDirectory
-from shardweave.launcher.summary import summary
+from shardweave.launcher.stopping import Stop, Stopping
+from shardweave.launcher.summary import continuation, summary
 from shardweave.launcher.training import Reporter
 
 __all__ = ["train_joined"]
 
 MACHINE_UNFIT = 3
 USAGE_ERROR = 2
-PATIENCE = 5.0
-"""Seconds."""
 
 
 def train_joined(request: Request) -> NoReturn:
     """Trains as the rank that the environment describes, and ends the process."""
+    stop: Stop | None = None
     try:
         prepared = prepare(request, int(os.environ["WORLD_SIZE"]))
-        record(_train)(request, prepared)  # leaves a file from which torchrun tells whose traceback to show
+        # leaves a file from which torchrun tells whose traceback to show
+        stop = record(_train)(request, prepared)
     except ConfigError as error:
         status = USAGE_ERROR
-        _say_once(error)
+        say_once(error)
     except MachineError as error:
         status = MACHINE_UNFIT
-        _say_once(error)
+        say_once(error)
     else:
-        status = 0
-    comm.shutdown(status)
+        status = 0 if stop is None else stop.status
+    comm.shutdown(status, together=status == 0 or stop is not None)
 
 
-def _say_once(error: Exception) -> None:
-    """A mistake that all ranks find is said by the first rank of each machine.
-
-    The others wait for it to end the job. If it does not, the mistake is theirs alone, and they say it.
-    """
-    if os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
-        time.sleep(PATIENCE)
-        print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
-    fail(error)
-
-
-def _train(request: Request, prepared: Prepared) -> None:
+def _train(request: Request, prepared: Prepared) -> Stop | None:
     config = prepared.config
     if os.environ["RANK"] != "0":
-        train(config, RunDirectory.of(config), Reporter(record=lambda _: None, message=lambda _: None))
-        return
+        silent = Reporter(record=lambda _: None, message=lambda _: None)
+        return train(config, RunDirectory.of(config), silent, Stopping())
     console = Console(highlight=False)
     for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if request.port:
         print(
             "warning: --port has no effect because these ranks were started by something else",
+            file=sys.stderr,
+        )
+    if config.run.stop_grace is not None:
+        print(
+            f"warning: `run.stop_grace: {config.run.stop_grace:g}` has no effect because these ranks were started by "
+            "something else, which has a grace of its own",
             file=sys.stderr,
         )
     run, _, aside = open_run(prepared.overview)
@@ -80,7 +76,11 @@ def _train(request: Request, prepared: Prepared) -> None:
     display = make_display(config, console)
     began = time.monotonic()
     try:
-        train(config, run, Reporter(record=display.record, message=display.message))
+        stop = train(config, run, Reporter(record=display.record, message=display.message), Stopping())
     finally:
         display.close()
+    if stop is not None:
+        print(f"{stop}; {continuation(config, run)}", file=sys.stderr)
+        return stop
     show_rows(console, summary(run, time.monotonic() - began))
+    return None

@@ -53,12 +53,12 @@ def train_local(request: Request) -> int:
 def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
     from rich.console import Console
 
-    from shardweave.launcher.checkpoint_files import complete_checkpoints
     from shardweave.launcher.display import MetricsFollower, make_display, show_rows
     from shardweave.launcher.prepare import check_machine, open_run
     from shardweave.launcher.processes import launch_local
     from shardweave.launcher.rank import MESSAGE
-    from shardweave.launcher.summary import summary
+    from shardweave.launcher.stop_watch import StopWatch
+    from shardweave.launcher.summary import continuation, summary
 
     config, overview = prepared.config, prepared.overview
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
@@ -82,6 +82,8 @@ def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
         if rank == 0 and line.startswith(MESSAGE):
             display.message(line.removeprefix(MESSAGE))
 
+    # Hears signals from the start of the ranks on, after a stop until this process ends.
+    stops = StopWatch(config.run.stop_grace, display.message)
     began = time.monotonic()
     follower.start()
     try:
@@ -92,9 +94,12 @@ def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
             run_dir=run.path,
             port=request.port,
             on_line=show,
+            stops=stops,
             zygote=zygote,
         )
     finally:
+        if not stops.asked:
+            stops.release()
         follower.stop()
         display.close()
     if outcome.failure is not None:
@@ -102,7 +107,5 @@ def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
     elif outcome.exit_code == 0:
         show_rows(console, summary(run, time.monotonic() - began))
     else:
-        saved = complete_checkpoints(run.checkpoints) if config.checkpoint.resume == "auto" else []
-        where = f"continues from step {saved[-1][0]}" if saved else "starts from the beginning"
-        errors.print(f"stopped; the same command {where}", markup=False)
+        errors.print(f"{outcome.stopped}; {continuation(config, run)}", markup=False)
     return outcome.exit_code

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -17,10 +16,11 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardweave.comm.zygote import Entry, EntryError, Zygote, ZygoteError
-from shardweave.launcher.agent import STOP_SIGNALS, Job, LocalAgent
+from shardweave.launcher.agent import Job, LocalAgent
 from shardweave.launcher.failures import MACHINE_UNFIT, Failure, Outcome
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
 from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.stop_watch import StopWatch
 
 __all__ = ["launch_local"]
 
@@ -35,6 +35,7 @@ def launch_local(
     max_restarts: int = 0,
     on_line: Callable[[int, str], None] | None = None,
     on_start: Callable[[list[int]], None] | None = None,
+    stops: StopWatch | None = None,
     zygote: Zygote,
 ) -> Outcome:
     """Runs ``entry(payload)`` on ``world_size`` ranks of this machine and waits for their end.
@@ -49,26 +50,29 @@ def launch_local(
     two seconds to fail too, and are killed; with ``max_restarts`` all are started again that many times.
 
     However this call ends, no process of the job is left, loader processes of ranks included; and if this
-    process is killed, they all end within seconds. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the job (when
-    called in the main thread) with exit code 130, 143, 129 and 131.
+    process is killed, they all end within seconds.
+
+    Signals are heard when this is called in the main thread. Ranks that train are asked to stop with a checkpoint by
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1; what else a signal may do is in `stop_watch`. ``stops``: hears them after
+    this call, too, until its owner releases it; None: the caller's handlers are back when this returns.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a job needs at least one rank")
     directory = RunDirectory(Path(run_dir))
-    job = Job(Entry.parse(entry), payload, world_size, directory, zygote, on_line, on_start)
+    watch = StopWatch() if stops is None else stops
+    job = Job(Entry.parse(entry), payload, world_size, directory, zygote, watch, on_line, on_start)
+    agent: LocalAgent | None = None
     try:
+        watch.listen()
         with (
             closing(LocalRendezvous(port, run_id=uuid.uuid4().hex)) as rendezvous,
             closing(LocalAgent(job, rendezvous, max_restarts=max_restarts)) as agent,
             _quiet_elastic(),
-            _signal_handlers_kept(),
         ):
             agent.run()
         return _outcome(agent, job)
-    except SignalException as stop:
-        return Outcome(128 + stop.sigval)
-    except KeyboardInterrupt:  # before the agent had its handlers in place
-        return Outcome(128 + signal.SIGINT)
+    except SignalException as ended:
+        return _ended_at_once(agent, ended.sigval, watch.reason)
     except EntryError as error:
         return _failed("entry", 1, f"entry point {entry}: {error.reason}", error.traceback)
     except PortError as error:
@@ -76,12 +80,26 @@ def launch_local(
         return _failed("machine", MACHINE_UNFIT, text)
     except ZygoteError as error:
         return _failed("machine", MACHINE_UNFIT, f"the ranks could not be started: {error}")
+    finally:
+        if stops is None:
+            watch.release()
 
 
 def _outcome(agent: LocalAgent, job: Job) -> Outcome:
     assert agent.context is not None  # the agent has run
-    failure = Failure.first_of(agent.context.exits, agent.context.faults, job.directory)
-    return Outcome(0 if failure is None else failure.status, failure)
+    context = agent.context
+    failure = Failure.first_of(context.failures, context.faults, job.directory)
+    if failure is not None:
+        return Outcome(failure.status, failure)
+    stop = context.stop
+    return Outcome(0) if stop is None else Outcome(stop.status, stopped=str(stop))
+
+
+def _ended_at_once(agent: LocalAgent | None, number: signal.Signals, reason: str) -> Outcome:
+    stop = None if agent is None or agent.context is None else agent.context.stop
+    if stop is not None:  # all ranks had saved and were on their way out
+        return Outcome(stop.status, stopped=str(stop))
+    return Outcome(128 + number, stopped=f"ended by {signal.Signals(number).name}: {reason}")
 
 
 def _failed(kind: Any, status: int, message: str, traceback: str = "") -> Outcome:
@@ -101,17 +119,3 @@ def _quiet_elastic() -> Iterator[None]:
     finally:
         logger.propagate = propagate
         logger.removeHandler(handler)
-
-
-@contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """The agent sets handlers and leaves them; the caller's come back here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

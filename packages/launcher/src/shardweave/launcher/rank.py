@@ -19,6 +19,7 @@ from shardweave.launcher.config import Config
 from shardweave.launcher.layout import layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.stopping import Stop, StopBoard, Stopping
 from shardweave.launcher.training import Reporter, Training
 
 __all__ = ["MESSAGE", "main", "train"]
@@ -31,21 +32,25 @@ def main(payload: Mapping[str, Any]) -> None:
     """Trains as one of the ranks of this machine; `payload` has the configuration and the run's directory.
 
     What the run has to say goes to this rank's output, which the launcher reads; numbers go to metrics.jsonl.
+    After a stop the rank ends here, with the stop's status.
     """
     gc.enable()  # the zygote was forked without collections, see `local`
     config = Config.model_validate(payload["config"])
     reporter = Reporter(
         record=lambda record: None, message=lambda text: print(f"{MESSAGE}{text}", flush=True)
     )
+    board = StopBoard.of_launcher() if os.environ["RANK"] == "0" else None
     try:
-        train(config, RunDirectory(Path(payload["directory"])), reporter)
+        stop = train(config, RunDirectory(Path(payload["directory"])), reporter, Stopping(board))
     except ConfigError as error:
         print(f"{MESSAGE}error: {error}", flush=True)
         sys.exit(2)
+    if stop is not None:
+        comm.shutdown(stop.status, together=True)
 
 
-def train(config: Config, run: RunDirectory, reporter: Reporter) -> None:
-    """Joins the world that the environment describes and trains in it.
+def train(config: Config, run: RunDirectory, reporter: Reporter, stopping: Stopping) -> Stop | None:
+    """Joins the world that the environment describes and trains in it; returns the stop that ended it early.
 
     Raises:
         ConfigError: when the number of ranks and the layout do not match; on every rank, before any message.
@@ -59,5 +64,6 @@ def train(config: Config, run: RunDirectory, reporter: Reporter) -> None:
     mesh = Mesh(
         dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, timeout=config.comm.timeout
     )
-    Training(config, mesh, run, reporter).run()
+    stop = Training(config, mesh, run, reporter, stopping).run()
     mesh.close()
+    return stop

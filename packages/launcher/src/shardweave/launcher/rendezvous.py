@@ -45,6 +45,13 @@ class LocalRendezvous(RendezvousHandler):
         """Ranks connect to the agent's store, which outlives every one of them, and host none."""
         return True
 
+    @property
+    def store(self) -> Store:
+        """The present attempt's, whole: what ranks write outside of torch's own prefixes is found here."""
+        if self._store is None:
+            raise RuntimeError("no attempt has begun: there is a store from next_rendezvous() on")
+        return self._store
+
     def get_backend(self) -> str:
         return "local"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardweave.launcher.checkpoint_files import complete_checkpoints
+from shardweave.launcher.config import Config
 from shardweave.launcher.metrics import read_metrics
 from shardweave.launcher.run_directory import RunDirectory
+from shardweave.zero.checkpoint import complete_checkpoints
 
-__all__ = ["summary"]
+__all__ = ["continuation", "summary"]
 
 
 def summary(run: RunDirectory, seconds: float | None) -> Iterator[tuple[str, str]]:
@@ -34,6 +35,17 @@ def summary(run: RunDirectory, seconds: float | None) -> Iterator[tuple[str, str
     if checkpoints:
         yield "checkpoint", str(checkpoints[-1][1])
         yield "next", f'shardweave generate {_quoted(run.path)} --prompt "def "'
+
+
+def continuation(config: Config, run: RunDirectory) -> str:
+    """What giving the same command again will do after a stop, in half a sentence."""
+    checkpoints = complete_checkpoints(run.checkpoints)
+    if not checkpoints:
+        return "the same command starts from the beginning"
+    step = checkpoints[-1][0]
+    if config.checkpoint.resume == "auto":
+        return f"the same command continues from step {step}"
+    return f"the same command with checkpoint.resume=auto continues from step {step}"
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""A whole run on one rank: resume, steps, evaluations, checkpoints, metrics, until the last step.
+"""A whole run on one rank: resume, steps, evaluations, checkpoints, metrics, until the last step or a stop.
 
 Everything is decided by numbers that all ranks share (the step, the loss, what a checkpoint says), so no rank
 leaves the others waiting. One rank writes files and reports; the others compute.
@@ -25,6 +25,7 @@ from shardweave.launcher.reading import config_text
 from shardweave.launcher.run_directory import RunDirectory, write_atomically
 from shardweave.launcher.same_data import check_same_data
 from shardweave.launcher.shape import resolved
+from shardweave.launcher.stopping import Stop, Stopping
 from shardweave.launcher.trainer import Trainer
 
 __all__ = ["Reporter", "Training"]
@@ -43,18 +44,21 @@ class Reporter:
 class Training:
     """One rank's side of a run in its directory. Every rank of the mesh builds it and calls `run`."""
 
-    def __init__(self, config: Config, mesh: Mesh, run: RunDirectory, reporter: Reporter) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, run: RunDirectory, reporter: Reporter, stopping: Stopping
+    ) -> None:
         self.config, self.run_directory = config, run
         self._mesh = mesh
         self._reporter = reporter
+        self._stopping = stopping
         self._write_ranks()  # before the work begins: whoever looks for the pids finds them
         self.trainer = Trainer(config, mesh)
         self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self._saved = -1
         self._metrics: MetricsFile | None = None
 
-    def run(self) -> None:
-        """Trains to the last step.
+    def run(self) -> Stop | None:
+        """Trains to the last step, or until a stop that the ranks agree on, which is returned.
 
         Raises:
             ConfigError: for a checkpoint that does not fit this run.
@@ -72,15 +76,18 @@ class Training:
             )
             self._metrics = MetricsFile(self.run_directory.metrics, keep_steps=trainer.step)
         try:
-            self._steps()
+            return self._steps()
         finally:
             if self._metrics is not None:
                 self._metrics.close()
 
-    def _steps(self) -> None:
+    def _steps(self) -> Stop | None:
         trainer, settings = self.trainer, self.config
         guards, meter = Guards(settings.guard), Meter(trainer)
+        self._stopping.begin()
         while trainer.step < self._last:
+            if number := self._stopping.agreed(self._mesh.world, trainer.parts.device):
+                return self._stop(number)
             meter.start()
             result = trainer.train_step()
             self._record(meter.stop(result).record())
@@ -95,6 +102,15 @@ class Training:
         stopped_early = settings.run.stop_after is not None and self._last < settings.run.steps
         if stopped_early and self._saved != trainer.step:
             self._save()
+        return None
+
+    def _stop(self, number: int) -> Stop:
+        """Leaves after the step that is done, with a checkpoint of it, `checkpoint.every: 0` or not."""
+        if self._saved != self.trainer.step:
+            self._save()
+        stop = Stop(number, self.trainer.step)
+        self._stopping.leave(stop)
+        return stop
 
     def _evaluate(self) -> None:
         loss = self.trainer.evaluate()
