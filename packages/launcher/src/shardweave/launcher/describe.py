@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 
 from rich.console import Console
 
@@ -15,7 +17,10 @@ from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import resolved
 
-__all__ = ["dry_run", "print_config"]
+__all__ = ["dry_run", "fail", "print_config", "say_once"]
+
+PATIENCE = 5.0
+"""Seconds."""
 
 
 def print_config(request: Request) -> int:
@@ -50,3 +55,14 @@ def fail(error: Exception, status: int = 2) -> int:
     """Says what is wrong on stderr, without a traceback; returns the status."""
     print(f"error: {error}", file=sys.stderr)
     return status
+
+
+def say_once(error: Exception) -> None:
+    """A mistake that all ranks find is said by the first rank of each machine.
+
+    The others wait for it to end the job. If it does not, the mistake is theirs alone, and they say it.
+    """
+    if os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
+        time.sleep(PATIENCE)
+        print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
+    fail(error)

@@ -1,7 +1,7 @@
 """``shardweave train`` on this machine: starts the ranks, shows how they do, says how it ended.
 
-Order matters here. The zygote is forked while this process has one thread and has imported nothing but torch; only
-then come the configuration, the data and a display with threads of its own::
+Order matters here (see `zygote_first`): after the zygote come the configuration, the data and a display with threads
+of its own::
 
     this process   import torch | configuration, data, checks | header, display ............ | summary
     zygote                      | import what ranks need      | fork ranks
@@ -10,56 +10,34 @@ then come the configuration, the data and a display with threads of its own::
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import TYPE_CHECKING
 
 from shardweave.launcher.request import Request
+from shardweave.launcher.zygote_first import with_zygote
 
 if TYPE_CHECKING:  # imported when the zygote runs
     from shardweave.comm.zygote import Zygote
-    from shardweave.launcher.prepare import Prepared
 
 __all__ = ["train_local"]
-
-MACHINE_UNFIT = 3
-_MODULES = ("numpy", "shardweave.launcher.rank_entry", "shardweave.launcher.rank")
 
 
 def train_local(request: Request) -> int:
     """Trains on local ranks; returns the exit status of the command."""
-    # Importing makes many objects and no garbage: without collections it takes a tenth less. The zygote inherits
-    # this; `rank.main` switches collections on again.
-    gc.disable()
-    from shardweave.comm.zygote import PRELOAD, Zygote
-
-    zygote = Zygote.start((*PRELOAD, *_MODULES))
-    try:
-        from shardweave.launcher.describe import fail
-        from shardweave.launcher.prepare import MachineError, prepare
-        from shardweave.launcher.problems import ConfigError
-
-        gc.enable()
-        try:
-            return _train(request, prepare(request), zygote)
-        except ConfigError as error:
-            return fail(error)
-        except MachineError as error:
-            return fail(error, MACHINE_UNFIT)
-    finally:
-        zygote.close(timeout=0.1)  # it may be in the middle of an import that nobody needs any more
+    return with_zygote(["shardweave.launcher.rank"], lambda zygote: _train(request, zygote))
 
 
-def _train(request: Request, prepared: Prepared, zygote: Zygote) -> int:
+def _train(request: Request, zygote: Zygote) -> int:
     from rich.console import Console
 
     from shardweave.launcher.display import MetricsFollower, make_display, show_rows
-    from shardweave.launcher.prepare import check_machine, open_run
+    from shardweave.launcher.prepare import check_machine, open_run, prepare
     from shardweave.launcher.processes import launch_local
     from shardweave.launcher.rank import MESSAGE
     from shardweave.launcher.stop_watch import StopWatch
     from shardweave.launcher.summary import continuation, summary
 
+    prepared = prepare(request)
     config, overview = prepared.config, prepared.overview
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
     for warning in prepared.warnings:

@@ -34,7 +34,7 @@ def main(payload: Mapping[str, Any]) -> None:
     What the run has to say goes to this rank's output, which the launcher reads; numbers go to metrics.jsonl.
     After a stop the rank ends here, with the stop's status.
     """
-    gc.enable()  # the zygote was forked without collections, see `local`
+    gc.enable()  # the zygote was forked without collections, see `zygote_first`
     config = Config.model_validate(payload["config"])
     reporter = Reporter(
         record=lambda record: None, message=lambda text: print(f"{MESSAGE}{text}", flush=True)

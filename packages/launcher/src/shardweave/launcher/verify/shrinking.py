@@ -1,0 +1,198 @@
+"""A large configuration made small, so that what can go wrong with its layout still goes wrong.
+
+Mistakes of a layout hide in remainders: a vocabulary that does not divide, a last stage with one block more, fewer
+key heads than ranks. So each size is replaced by the smallest one that relates to the layout in the same way: the
+same remainder, the same order (fewer, as many, more), the same family. What is not a size stays as it is: the
+layout itself, norms, positions, dropout, ties, optimizer, schedule, ZeRO.
+
+    layers     same remainder over the stages           heads      multiple of the ranks; kv_heads shared likewise
+    vocab      same remainder over the ranks            hidden     heads of width 8 (9 where the width is odd)
+    ffn        divides over the ranks, or does not      sequence   same remainder over the ranks, odd stays odd
+    batch      one micro-batch, as many as stages or more than stages, as before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from shardweave.launcher.config import Config
+from shardweave.launcher.layout import Layout, batch_plan
+from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.strict_yaml import Path, path_text
+from shardweave.models import TransformerConfig, count_parameters
+
+__all__ = ["Change", "Shrunk", "in_float64", "shrink"]
+
+SMALL_PARAMETERS = 1_000_000
+SMALL_TOKENS = 4096
+"""A configuration within both, parameters and tokens a step, is verified as it is: it takes seconds anyway."""
+
+_HEAD_WIDTH = 8
+_SEQUENCE = 16
+_BYTES = 256
+"""The byte tokenizer's tokens, which every vocabulary includes."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that verification does not take from the configuration."""
+
+    path: Path
+    before: Any
+    after: Any
+    reason: str
+    """What stayed the same, or why it had to change."""
+
+    def __str__(self) -> str:
+        return f"{path_text(self.path)} {self.before} -> {self.after} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A configuration to verify, and how it differs from the one that was asked about."""
+
+    config: Config
+    changes: tuple[Change, ...] = ()
+
+
+def shrink(config: Config, layout: Layout) -> Shrunk:
+    """`config` made small for `layout`, or as it is when it is small already.
+
+    The configuration fits the layout (`check_fit`, `batch_plan`); so does the result.
+    """
+    shape, plan = transformer_config(config), batch_plan(config, layout)
+    if count_parameters(shape) <= SMALL_PARAMETERS and plan.global_batch * shape.sequence <= SMALL_TOKENS:
+        return Shrunk(config)
+    changes = [change for change in (*_model(config, layout, shape), *_batch(config, layout)) if change]
+    return Shrunk(_applied(config, changes), tuple(changes))
+
+
+def in_float64(shrunk: Shrunk) -> Shrunk:
+    """The same computed in float64, where two orders of a sum differ by 1e-16 and a mistake does not."""
+    plain = shrunk.config.plain()
+    wanted: list[tuple[Path, str]] = [(("precision",), "fp64")]
+    wanted += [(("zero", key), "auto") for key in ("gradient_dtype", "reduce_dtype")]
+    changes = []
+    for path, after in wanted:
+        before = _at(plain, path)
+        if before != after:
+            changes.append(Change(path, before, after, "rounding must not hide a mistake"))
+    return Shrunk(_applied(shrunk.config, changes), (*shrunk.changes, *changes))
+
+
+def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Change | None]:
+    ranks = layout.tensor
+    layers = _layers(shape.layers, layout.pipeline)
+    yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(layout)}")
+    heads, kv_heads = _heads(shape, ranks)
+    width = min(shape.head_size, _HEAD_WIDTH + shape.head_size % 2)
+    hidden = heads * width
+    yield _change(config, "hidden", shape.hidden, hidden, f"{heads} heads of width {width}")
+    yield _change(config, "heads", shape.heads, heads, f"shared by {_ranks(ranks)} in the same way")
+    if config.model.kv_heads is not None:
+        reason = f"to query heads and {_ranks(ranks)} as before"
+        yield _change(config, "kv_heads", shape.num_kv_heads, kv_heads, reason)
+    yield _ffn(config, shape, hidden, ranks)
+    vocab = _BYTES + (shape.vocab - _BYTES) % ranks
+    yield _change(config, "vocab", shape.vocab, vocab, f"the same remainder over {_ranks(ranks)}")
+    sequence = _same_remainder(shape.sequence, lcm(ranks, 2), _SEQUENCE)
+    yield _change(config, "sequence", shape.sequence, sequence, f"the same remainder over {_ranks(ranks)}")
+
+
+def _batch(config: Config, layout: Layout) -> Iterator[Change | None]:
+    plan, stages = batch_plan(config, layout), layout.pipeline
+    micro = min(plan.micro, 2)
+    accumulation = min(plan.accumulation, stages + 1)
+    total = micro * accumulation * layout.data
+    if micro != plan.micro:
+        yield Change(("batch", "micro"), plan.micro, micro, "more than one sequence at once")
+    if total != plan.global_batch:
+        reason = f"{micro} micro × {accumulation} accumulation × {layout.data} data"
+        yield Change(("batch", "global"), plan.global_batch, total, reason)
+
+
+def _layers(layers: int, stages: int) -> int:
+    """At least one block a stage and two in all, with the same remainder."""
+    return _same_remainder(layers, stages, max(stages, 2))
+
+
+def _same_remainder(number: int, divisor: int, least: int) -> int:
+    """The smallest number from `least` on, but not above `number`, with its remainder."""
+    return min(number, least + (number - least) % divisor)
+
+
+def _heads(shape: TransformerConfig, ranks: int) -> tuple[int, int]:
+    """The smallest numbers of query and of key and value heads that share the ranks in the same way."""
+    wanted = _sharing(shape.heads, shape.num_kv_heads, ranks)
+    for heads in range(ranks, shape.heads + 1, ranks):
+        for kv_heads in range(1, heads + 1):
+            if heads % kv_heads == 0 and _sharing(heads, kv_heads, ranks) == wanted:
+                return heads, kv_heads
+    return shape.heads, shape.num_kv_heads
+
+
+def _sharing(heads: int, kv_heads: int, ranks: int) -> tuple[object, ...]:
+    """All that a layer's code asks about its heads."""
+    return (
+        heads == ranks,
+        heads & (heads - 1) == 0,  # a power of two: ALiBi's slopes follow another rule otherwise
+        kv_heads == 1,
+        kv_heads == heads,
+        kv_heads % ranks == 0,
+        kv_heads == ranks,
+        kv_heads if kv_heads < ranks else 0,  # each is copied over ranks / kv_heads ranks
+    )
+
+
+def _ffn(config: Config, shape: TransformerConfig, hidden: int, ranks: int) -> Change | None:
+    """The family's rule where that was meant and still divides alike, else as many times the width as before."""
+    before, remainder = shape.ffn_size, shape.ffn_size % ranks
+    after = max(1, before * hidden // shape.hidden)
+    if config.model.ffn is None:
+        after = _ffn_by_rule(config, hidden)
+        if after % ranks == remainder:
+            return None
+    after = min(before, after + (remainder - after) % ranks)
+    after = after if after >= ranks else before
+    return _change(config, "ffn", before, after, f"the same remainder over {_ranks(ranks)}")
+
+
+def _ffn_by_rule(config: Config, hidden: int) -> int:
+    model = config.model.model_copy(
+        update={"hidden": hidden, "heads": 1, "kv_heads": None, "position": "alibi"}
+    )
+    return transformer_config(config.model_copy(update={"model": model})).ffn_size
+
+
+def _change(config: Config, key: str, before: int, after: int, reason: str) -> Change | None:
+    if after == before:
+        return None
+    written = getattr(config.model, key)
+    return Change(("model", key), before if written is None else written, after, reason)
+
+
+def _applied(config: Config, changes: list[Change]) -> Config:
+    plain: Any = config.plain()
+    for change in changes:
+        block = plain
+        for part in change.path[:-1]:
+            block = block[part]
+        block[change.path[-1]] = change.after
+    return Config.model_validate(plain)
+
+
+def _at(plain: Any, path: Path) -> Any:
+    for part in path:
+        plain = plain[part]
+    return plain
+
+
+def _ranks(tensor: int) -> str:
+    return f"{tensor} tensor rank" + ("s" if tensor > 1 else "")
+
+
+def _stages(layout: Layout) -> str:
+    return f"{layout.pipeline} stage" + ("s" if layout.pipeline > 1 else "")
