@@ -248,7 +248,9 @@ def test_another_global_batch_continues_at_the_next_sample(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks(2, timeout=60)
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_spoils_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_spoils_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = Mesh(dp=2)
     trainer = Trainer(_config(), mesh, dataset=_dataset())
     trainer.train_step()
@@ -261,8 +263,8 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_spoils_nothing(tmp_p
             file.mkdir()  # where the file would be: a directory, which no user can write to
             write(tensors, file)
 
-        write = storage.save_file
-        storage.save_file = refuse
+        write = storage.__dict__["save_file"]
+        monkeypatch.setattr(storage, "save_file", refuse)
     with pytest.raises(CheckpointWriteError, match=r"step-00000002 could not be written: rank 1: "):
         save(trainer, tmp_path, keep=2)
     barrier(mesh.world)

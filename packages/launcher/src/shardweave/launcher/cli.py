@@ -67,6 +67,47 @@ def train(arguments: tuple[str, ...], dry_run: bool, print_config: bool, port: i
 
 
 @cli.command()
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE ...]")
+@click.option(
+    "--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many to compare."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp64", "configured"]),
+    default="fp64",
+    show_default=True,
+    help="Compute in float64, where rounding hides nothing, or in the configuration's own precision.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
+)
+def verify(arguments: tuple[str, ...], steps: int, precision: str, as_json: bool, port: int) -> None:
+    """Proves that the layout of CONFIG is the same training run as one process, or says where they part.
+
+    Trains both on the same data for a few steps and compares hidden states, losses, gradients, norms and parameters
+    on every rank. A large model is made small first, with the same structure and divisibility. Writes nothing.
+    Exit status: 0 when they are equal, 4 when they part.
+
+    \b
+    Example:
+      shardweave verify run.yaml
+      shardweave verify model.preset=llama-3-8b parallel.tensor=4 parallel.pipeline=2
+    """
+    from shardweave.launcher.verify.options import Options
+
+    request = Request.of(arguments, port=port)
+    options = Options(steps=steps, float64=precision == "fp64", as_json=as_json)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from shardweave.launcher.verify.joined import verify_joined
+
+        verify_joined(request, options)
+    from shardweave.launcher.verify.local import verify_local
+
+    sys.exit(verify_local(request, options))
+
+
+@cli.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="The text to continue.")
 @click.option(
@@ -86,6 +127,66 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, seed: int)
     from shardweave.launcher.generate import generate_text
 
     sys.exit(generate_text(run, prompt, tokens=tokens, temperature=temperature, seed=seed))
+
+
+@cli.group()
+def checkpoint() -> None:
+    """Looks at what a run has saved. RUN is its directory, or one checkpoint's.
+
+    \b
+    Example:
+      shardweave checkpoint list runs/quickstart
+    """
+
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+_RUN = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+
+
+@checkpoint.command("list")
+@_RUN
+@_JSON
+def list_(run: Path, as_json: bool) -> None:
+    """Lists the checkpoints of RUN, unfinished ones too.
+
+    \b
+    Example:
+      shardweave checkpoint list runs/quickstart
+    """
+    from shardweave.launcher.looking import list_checkpoints
+
+    sys.exit(list_checkpoints(run, as_json=as_json))
+
+
+@checkpoint.command("verify")
+@_RUN
+@_JSON
+def verify_files(run: Path, as_json: bool) -> None:
+    """Reads every byte of RUN's checkpoints and compares checksums; status 1 when something is damaged.
+
+    \b
+    Example:
+      shardweave checkpoint verify runs/quickstart
+    """
+    from shardweave.launcher.looking import verify_checkpoints
+
+    sys.exit(verify_checkpoints(run, as_json=as_json))
+
+
+@checkpoint.command()
+@_RUN
+@click.option("--tensors", is_flag=True, help="Every tensor with shape and type.")
+@_JSON
+def show(run: Path, tensors: bool, as_json: bool) -> None:
+    """Says what is in RUN's newest whole checkpoint.
+
+    \b
+    Example:
+      shardweave checkpoint show runs/quickstart/checkpoints/step-00000020 --tensors
+    """
+    from shardweave.launcher.looking import show_checkpoint
+
+    sys.exit(show_checkpoint(run, tensors=tensors, as_json=as_json))
 
 
 def _fill_standard_streams() -> None:

@@ -38,5 +38,5 @@ def decoded(raw: Any) -> Any:
         return torch.tensor(decoded(raw["value"]), dtype=getattr(torch, raw["tensor"]))
     if "float" in raw:
         return float(raw["float"])
-    values = [decoded(one) for one in raw.get("tuple", raw.get("list", ()))]
+    values = [decoded(one) for one in next(iter(raw.values()))]
     return tuple(values) if "tuple" in raw else values
