@@ -111,7 +111,7 @@ def _agree(
     missing = tuple(sorted({name for one in told for name in one["missing"]}))
     names = [name for name in sorted(manifest.tensors) if not name.startswith("random/")]
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    wanted = torch.tensor([name in request.found for name in names], dtype=torch.int32, device=device)
+    wanted = torch.tensor([name in request.named for name in names], dtype=torch.int32, device=device)
     if names:
         wanted = all_reduce(wanted, world, "max")
     unexpected = tuple(name for name, is_wanted in zip(names, wanted.tolist(), strict=True) if not is_wanted)

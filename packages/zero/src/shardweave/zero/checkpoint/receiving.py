@@ -25,6 +25,8 @@ class Request:
         self._manifest = manifest
         self.found: dict[str, Placed] = {}
         """What will be read, and where to."""
+        self.named: set[str] = set()
+        """What this rank has a place for, whether it fits or not."""
         self.missing: list[str] = []
         self.problems: list[str] = []
         self._states: list[tuple[ShardPiece, dict[str, Any]]] = []
@@ -33,6 +35,7 @@ class Request:
     def add(self, tensors: Mapping[str, Placed]) -> None:
         """Wants these; what the checkpoint does not have is ``missing``, what is of another kind a problem."""
         for name, placed in tensors.items():
+            self.named.add(name)
             entry = self._manifest.tensors.get(name)
             if entry is None:
                 if 0 not in placed.shape:  # without elements there is nothing to save
