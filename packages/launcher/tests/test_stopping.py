@@ -279,7 +279,7 @@ def test_the_third_ctrl_c_ends_the_run_at_once(job: Job) -> None:
     assert outcome == Outcome(130, stopped="ended by SIGINT: the third Ctrl-C, without saving")
     assert said == [
         "SIGINT: stopping after the running step, with a checkpoint; "
-        "Ctrl-C 2 more times ends the run at once, without one"
+        "the third Ctrl-C ends the run at once, without one"
     ]
 
 

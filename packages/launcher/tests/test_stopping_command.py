@@ -69,10 +69,12 @@ class Command:
         return [step for step, _ in found]
 
 
-def _twice(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+def _until_it_ends(process: subprocess.Popen[str]) -> None:
+    """During the step, the save, the end of the ranks and that of the interpreter."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
 
 
 def _ctrl_c(process: subprocess.Popen[str]) -> None:
@@ -83,11 +85,11 @@ def _ctrl_c(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     ("send", "name", "status"),
     [
-        (_twice, "SIGTERM", 75),
+        (_until_it_ends, "SIGTERM", 75),
         (lambda process: process.send_signal(signal.SIGUSR1), "SIGUSR1", 75),
         (_ctrl_c, "SIGINT", 130),
     ],
-    ids=["SIGTERM-twice", "SIGUSR1", "Ctrl-C"],
+    ids=["SIGTERM-again-and-again", "SIGUSR1", "Ctrl-C"],
 )
 def test_b131_the_command_stops_and_the_same_command_continues(
     tmp_path: Path, send: Callable[[subprocess.Popen[str]], None], name: str, status: int

@@ -117,5 +117,5 @@ class StopWatch:
         if self._grace is not None:
             text += f", within {self._grace:g} s (run.stop_grace)"
         if number is signal.SIGINT:
-            text += f"; Ctrl-C {_PATIENCE - self._interrupts} more times ends the run at once, without one"
+            text += "; the third Ctrl-C ends the run at once, without one"
         return text
