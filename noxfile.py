@@ -224,9 +224,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def lattice(session: nox.Session) -> None:
-    """Trains a covering set of option combinations on up to 8 ranks and compares each with one process."""
+    """Trains combinations of options on up to 8 ranks, each from another's checkpoint, against one process."""
     install(session, PACKAGES)
-    session.run("python", "integration_tests/lattice.py", *session.posargs, env=ENVIRONMENT)
+    session.run("python", "-m", "integration_tests.lattice", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")

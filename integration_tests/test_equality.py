@@ -11,14 +11,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from integration_tests.layouts import FAMILIES, Layout, compare, layouts, train
+from integration_tests.layouts import FAMILIES, Layout, compare, layouts, train, train_each
 
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.trainer import Record
 
 
 @functools.cache
-def reference(family: str, precision: str, layers: int = 5) -> Record:
+def reference(family: str, precision: str, layers: int) -> Record:
     """One process, in a process of its own: the parent of the ranks computes nothing."""
     settings = {**FAMILIES[family], "model__layers": layers}
     record: Record = run_ranks(train, 1, Layout(), precision=precision, **settings)[0]
@@ -27,7 +27,7 @@ def reference(family: str, precision: str, layers: int = 5) -> Record:
 
 def trained(chosen: list[Layout], family: str, precision: str) -> list[Record]:
     """All layouts in turn, on the same ranks. What every rank sees is the same; rank 0 reports it."""
-    records = [train(layout, precision=precision, **FAMILIES[family]) for layout in chosen]
+    records = list(train_each(chosen, precision=precision, **FAMILIES[family]))
     return records if not dist.is_initialized() or dist.get_rank() == 0 else []
 
 
@@ -45,7 +45,7 @@ def test_every_layout_equals_one_process_in_float64(ranks: int) -> None:
 
 
 def test_the_reference_learns() -> None:
-    losses = reference("as it is", "fp64").losses
+    losses = reference("as it is", "fp64", layers=5).losses
     assert all(math.isfinite(loss) for loss in losses)
     assert min(losses[5:]) < losses[0] - 0.05
 
@@ -64,10 +64,10 @@ def test_every_model_family_equals_one_process(family: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_float32_losses_agree() -> None:
-    right = reference("as it is", "fp32")
     chosen = [layout for layout in layouts(4) if layout.stage == 1]
     records = run_ranks(trained, 4, chosen, "as it is", "fp32", timeout=280)[0]
     for layout, record in zip(chosen, records, strict=True):
+        right = reference("as it is", "fp32", layout.layers)
         for ours, theirs in zip(record.losses, right.losses, strict=True):
             assert abs(ours - theirs) <= 1e-4 * theirs, str(layout)
 
@@ -78,6 +78,7 @@ def test_the_comparison_can_fail() -> None:
     assert compare(Record([2.1], [1.0], {"w": torch.ones(2)}), right, 1e-9) == [
         "loss parts at step 0: 2.1 for 2.0"
     ]
+    assert "step 1: nan" in compare(Record([2.0, math.nan]), Record([2.0, 2.0]), 1e-9)[0]
     assert "norm" in compare(Record([2.0], [math.nan], {"w": torch.ones(2)}), right, 1e-9)[0]
     assert "1.0e-02" in compare(Record([2.0], [1.0], {"w": torch.tensor([1.0, 1.01])}), right, 1e-9)[0]
     assert "other" in compare(Record([2.0], [1.0], {"v": torch.ones(2)}), right, 1e-9)[0]

@@ -1,0 +1,187 @@
+"""The lattice's one table: every option of a run with the values that are tried. A new feature joins with a row.
+
+Two kinds of rows. *Layout* options may change whenever a run is resumed, and nothing but speed and memory may change
+with them. *Run* options say what is trained, so a chain of points keeps them.
+
+A row is an option's name, the key it sets and its values; where a value is more than one key's, `_choice` names what
+each value sets. If some combinations make no sense, a rule says which do: a function whose parameters are called
+like options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from integration_tests.lattice.covering import Point, Rule, Space
+
+__all__ = [
+    "EXACT", "LINES", "OPTIONS", "RULES", "STEPS", "Option",
+    "layout_options", "num_ranks", "run_options", "settings", "space",
+]  # fmt: skip
+
+STEPS = 5
+"""Steps that a point trains."""
+
+SAMPLES = 24
+"""Samples of a step: so many are dealt out over 1, 2, 3, 4 or 8 data ranks."""
+
+HEADS = 24
+"""Query heads: so many are dealt out over 1, 2, 3, 4 or 8 tensor ranks."""
+
+LINES = "lines.jsonl"
+"""A corpus of a few samples, in the lattice's folder: its epochs are shorter than a stretch of five steps."""
+
+BASE: Mapping[str, Any] = {
+    "model.hidden": 2 * HEADS,
+    "model.heads": HEADS,
+    "model.sequence": 24,
+    "batch.global": SAMPLES,
+    "optimizer.warmup": 3,
+    "guard.spike": "off",
+}
+"""What all points share: the smallest model that every layout of the table can split."""
+
+EXACT = "fp64"
+"""The number format in which a layout has to agree to the last digits, so that every combination is tried in it."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, and what each of its values sets in the configuration."""
+
+    name: str
+    values: Mapping[Any, Mapping[str, Any]]
+    is_layout: bool
+
+
+def _layout(name: str, key: str | None, *values: Any) -> Option:
+    return Option(name, {value: {key: value} if key else {} for value in values}, is_layout=True)
+
+
+def _run(name: str, key: str, *values: Any) -> Option:
+    return Option(name, {value: {key: value} for value in values}, is_layout=False)
+
+
+def _choice(name: str, **values: Mapping[str, Any]) -> Option:
+    return Option(name, values, is_layout=False)
+
+
+OPTIONS: tuple[Option, ...] = (
+    _layout("data", "parallel.data", 1, 2, 3, 4, 8),
+    _layout("tensor", "parallel.tensor", 1, 2, 3, 4, 8),
+    _layout("pipeline", "parallel.pipeline", 1, 2, 3, 4, 8),
+    _layout("sequence", "parallel.sequence", False, True),
+    _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
+    _layout("stage", "zero.stage", 0, 1, 2),
+    _layout("between", "zero.shard_between_micro_batches", "auto", True, False),
+    _layout(
+        "accumulation", None, 1, 2, 3, 4
+    ),  # micro-batches of a data rank: `settings` makes batch.micro of it
+    _layout("bucket", "comm.bucket_mb", 25, 0.01),  # 0.01: nearly every matrix is a unit of its own
+    _run("layers", "model.layers", 3, 5, 8),  # and the two ends: uneven over most numbers of stages
+    _run(
+        "kv_heads", "model.kv_heads", HEADS, 4, 1
+    ),  # 4 are split over 2 and 4 tensor ranks and copied over 8
+    _run("ffn", "model.ffn", 192, 101),  # 101 is divided by no number of ranks
+    _run("vocab", "model.vocab", 264, 259),
+    _run("position", "model.position", "learned", "rotary", "alibi"),
+    _run("norm", "model.norm", "layernorm", "rmsnorm"),
+    _run("embedding_norm", "model.embedding_norm", False, True),
+    _run("activation", "model.activation", "gelu", "gelu_tanh", "swiglu"),
+    _run("tied", "model.tie_embeddings", True, False),
+    _run("dropout", "model.dropout", 0.0, 0.1),
+    _run("attention_dropout", "model.attention_dropout", 0.0, 0.1),
+    _choice(
+        "optimizer",
+        adamw={},
+        adam={"optimizer.name": "adam"},
+        sgd={"optimizer.name": "sgd", "optimizer.lr": 0.1},
+    ),
+    _run("decay", "optimizer.weight_decay", 0.1, 0.0),
+    _run("clip", "optimizer.clip", 1.0, 0.01, None),
+    _run("rate", "optimizer.schedule", "cosine", "linear", "constant"),
+    _choice("text", builtin={}, lines={"data.source": LINES}),
+    _choice(
+        "numbers",
+        fp64={"precision": "fp64"},
+        fp32={"precision": "fp32"},
+        fp32_sums_fp64={"precision": "fp32", "zero.gradient_dtype": "fp64"},
+        bf16={"precision": "bf16"},
+        bf16_wire_bf16={"precision": "bf16", "zero.reduce_dtype": "bf16"},
+        fp16={"precision": "fp16"},
+    ),
+)
+
+
+def _at_most_eight_ranks(data: int, tensor: int, pipeline: int) -> bool:
+    return data * tensor * pipeline <= 8
+
+
+def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
+    return tensor > 1 or not sequence
+
+
+def _a_schedule_is_for_stages(schedule: str, pipeline: int) -> bool:
+    return pipeline > 1 or schedule == "1f1b"
+
+
+def _gradients_are_sharded_at_stage_two(between: object, stage: int) -> bool:
+    return stage == 2 or between == "auto"
+
+
+def _micro_batches_are_equal(data: int, accumulation: int) -> bool:
+    return SAMPLES % (data * accumulation) == 0
+
+
+def _a_stage_has_a_block(pipeline: int, layers: int) -> bool:
+    return pipeline <= layers
+
+
+def _key_heads_are_split_or_copied(tensor: int, kv_heads: int) -> bool:
+    return kv_heads % tensor == 0 or tensor % kv_heads == 0
+
+
+RULES: tuple[Rule, ...] = (
+    _at_most_eight_ranks,
+    _a_sequence_is_shared_by_tensor_ranks,
+    _a_schedule_is_for_stages,
+    _gradients_are_sharded_at_stage_two,
+    _micro_batches_are_equal,
+    _a_stage_has_a_block,
+    _key_heads_are_split_or_copied,
+)
+"""Which points make sense: layouts that fit the model, and no option that would have no effect."""
+
+
+def space() -> Space:
+    """All points: the table with its rules."""
+    return Space({option.name: list(option.values) for option in OPTIONS}, RULES)
+
+
+def layout_options() -> dict[str, list[Any]]:
+    """The options that may change from a point to the next, with their values."""
+    return {option.name: list(option.values) for option in OPTIONS if option.is_layout}
+
+
+def run_options() -> dict[str, list[Any]]:
+    """The options that a chain of points keeps, with their values."""
+    return {option.name: list(option.values) for option in OPTIONS if not option.is_layout}
+
+
+def num_ranks(point: Point) -> int:
+    """Ranks of a point's layout."""
+    return int(point["data"] * point["tensor"] * point["pipeline"])
+
+
+def settings(point: Point, folder: Path) -> dict[str, Any]:
+    """A point as configuration overrides. `folder`: where the small corpus lies."""
+    chosen = dict(BASE)
+    for option in OPTIONS:
+        chosen.update(option.values[point[option.name]])
+    chosen["batch.micro"] = SAMPLES // (point["data"] * point["accumulation"])
+    if chosen.get("data.source") == LINES:
+        chosen["data.source"] = str(folder / LINES)
+    return chosen

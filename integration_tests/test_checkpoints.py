@@ -1,0 +1,182 @@
+"""A run saved on any layout goes on from there on any other: the same parameters, moments and next step.
+
+On the same layout it goes on bit for bit. Each group of ranks does everything for its layout, so a hundred pairs take
+a minute or two.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from integration_tests.layouts import Layout, small_run
+from torch import Tensor
+
+from shardweave.comm import Mesh, all_reduce, barrier, full_index, gather_values, sharding_of
+from shardweave.comm.testing import run_ranks
+from shardweave.launcher.checkpoint import resume, save
+from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.trainer import Trainer
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(),
+    Layout(data=3, tensor=2, sequence=True, stage=2),
+    Layout(data=2, pipeline=2, stage=1),
+    Layout(tensor=4, sequence=True, stage=1),
+    Layout(pipeline=4, schedule="gpipe"),
+    Layout(data=4, stage=0),
+    Layout(data=4, stage=1),
+    Layout(data=4, stage=2),
+    # Ten blocks, an embedding and a head over three stages; copies of KV heads on eight tensor ranks.
+    Layout(data=2, pipeline=3, stage=2),
+    Layout(tensor=8, stage=1),
+)
+
+# As case B091 has it: 10 layers, 12 samples a step, fewer KV heads than ranks, a vocabulary that nothing divides.
+MODEL = {
+    "model__layers": 10,
+    "model__hidden": 16,
+    "model__heads": 8,
+    "model__kv_heads": 2,
+    "model__vocab": 257,
+    "model__sequence": 8,
+    "batch__global": 12,
+    "batch__micro": 1,
+}
+
+
+def trainer_of(layout: Layout, mesh: Mesh, **settings: Any) -> Trainer:
+    tokens = np.random.default_rng(7).integers(1, 256, 8 * 60 + 1).astype(np.uint8)
+    dataset = Dataset(tokens, 8, 60, 0, "numbers")
+    return Trainer(small_run(layout, **{**MODEL, **settings}), mesh, dataset=dataset)
+
+
+def gathered(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and moments in their full shape, on every rank; another way than the checkpoint's."""
+    mesh, optimizer = trainer.mesh, trainer.parts.optimizer
+    shapes = {piece.name: sharding_of(piece.parameter).shape for piece in optimizer.pieces() if piece.counts}
+    names = sorted({name for of_rank in _names(shapes, mesh) for name in of_rank.items()})
+    full = {
+        f"{kind}{name}": torch.zeros(shape, dtype=torch.float64)
+        for name, shape in names
+        for kind in ("", "exp_avg/", "exp_avg_sq/", "step/")
+    }
+    for piece in optimizer.pieces():
+        if piece.counts and (optimizer.stage > 0 or mesh.data.is_first):
+            elements = {
+                "": piece.values,
+                "exp_avg/": piece.state["exp_avg"],
+                "exp_avg_sq/": piece.state["exp_avg_sq"],
+            }
+            elements["step/"] = piece.state["step"].expand(piece.values.shape)
+            for kind, flat in elements.items():
+                local = torch.zeros(piece.parameter.numel(), dtype=torch.float64)
+                local[piece.begin : piece.begin + flat.numel()] = flat.double()
+                where = full_index(piece.parameter)
+                full[kind + piece.name][where] += local.view(piece.parameter.shape)
+    return {name: all_reduce(values, mesh.world) for name, values in full.items()}
+
+
+def _names(shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> Iterator[dict[str, tuple[int, ...]]]:
+    for of_rank in gather_values(shapes, mesh.world):
+        yield {name: tuple(shape) for name, shape in of_rank.items()}
+
+
+def mesh_of(layout: Layout) -> Mesh:
+    return Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline)
+
+
+def first_only(value: Any) -> Any:
+    return value if not dist.is_initialized() or dist.get_rank() == 0 else None
+
+
+def source(layout: Layout, root: str, precision: str) -> Any:
+    """Trains two steps and saves; what was saved, and the loss of the step after."""
+    trainer = trainer_of(layout, mesh_of(layout), precision=precision)
+    for _ in range(2):
+        trainer.train_step()
+    save(trainer, Path(root), keep=0)
+    full = gathered(trainer)
+    return first_only((full, trainer.train_step().loss))
+
+
+def target(layout: Layout, roots: list[str], precision: str) -> Any:
+    """What each checkpoint becomes here, and the loss of the step after."""
+    mesh = mesh_of(layout)
+    found = []
+    for root in roots:
+        trainer = trainer_of(layout, mesh, precision=precision)
+        assert resume(trainer, Path(root), _no_news) is not None
+        assert (trainer.step, trainer.samples) == (2, 24)
+        full = gathered(trainer)
+        found.append((full, trainer.train_step().loss))
+    return first_only(found)
+
+
+def _no_news(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 1e-6)])
+@pytest.mark.timeout(600)
+def test_b091_every_layout_continues_every_other(tmp_path: Path, precision: str, tolerance: float) -> None:
+    roots = [str(tmp_path / str(number)) for number in range(len(LAYOUTS))]
+    sources = [
+        run_ranks(source, layout.ranks, layout, root, precision, timeout=120)[0]
+        for layout, root in zip(LAYOUTS, roots, strict=True)
+    ]
+    for layout in LAYOUTS:
+        pairs = run_ranks(target, layout.ranks, layout, roots, precision, timeout=240)[0]
+        for before, (right, right_loss), (found, loss) in zip(LAYOUTS, sources, pairs, strict=True):
+            assert found.keys() == right.keys()
+            for name, values in right.items():
+                assert torch.equal(found[name], values), f"{name}: {before} -> {layout}"
+            assert abs(loss - right_loss) <= tolerance * right_loss, f"{before} -> {layout}"
+
+
+# -- the same layout, bit for bit ----------------------------------------------------------------------------
+
+SAME: tuple[tuple[Layout, dict[str, Any]], ...] = tuple(
+    (layout, {"precision": precision})
+    for layout in (
+        Layout(data=2, tensor=2, sequence=True, stage=0),
+        Layout(data=2, tensor=2, stage=1),
+        Layout(data=2, pipeline=2, stage=1),
+        Layout(data=2, pipeline=2, schedule="gpipe", stage=2),
+    )
+    for precision in ("fp32", "bf16")
+)
+
+
+def stopped_and_resumed(root: str) -> list[tuple[str, list[float], list[float], list[str]]]:
+    """Three steps and three more, with a checkpoint in between; the second time from it, with nothing left over."""
+    found = []
+    for number, (layout, settings) in enumerate(SAME):
+        mesh = mesh_of(layout)
+        whole = trainer_of(layout, mesh, **settings)
+        for _ in range(3):
+            whole.train_step()
+        save(whole, Path(root) / str(number), keep=1)
+        barrier(mesh.world)
+        again = trainer_of(layout, mesh, **settings)
+        resume(again, Path(root) / str(number), _no_news)
+        losses = [[trainer.train_step().loss for _ in range(3)] for trainer in (whole, again)]
+        right, ours = gathered(whole), gathered(again)
+        different = [name for name, values in right.items() if not torch.equal(ours[name], values)]
+        found.append((f"{layout} {settings}", losses[0], losses[1], different))
+        mesh.close()
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_b090_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for what, right, losses, different in run_ranks(stopped_and_resumed, 4, str(tmp_path), timeout=240)[0]:
+        assert losses == right, what
+        assert different == [], what
+    shutil.rmtree(tmp_path)
