@@ -4,6 +4,7 @@
 configuration       :class:`Config`, :func:`load_config`: the schema, strictly read; :class:`ConfigError`
 arithmetic          :class:`Layout`, :func:`layout_of`, :func:`batch_plan`: ranks, stages and batches, nothing started
 training            :class:`Trainer` on a mesh; :func:`train_in_process`: what every layout must agree on
+sameness            :func:`verify_layout`: a layout held against one process, and the place where they part
 command             :mod:`.cli`, and below it `local` (starts ranks), `join` (is one of them), `rank` (what each runs)
 ==================  ===========================================================================================
 
@@ -24,13 +25,19 @@ if TYPE_CHECKING:
     from shardweave.launcher.problems import ConfigError
     from shardweave.launcher.reading import load_config
     from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process
+    from shardweave.launcher.verify.difference import Difference
+    from shardweave.launcher.verify.layout import verify_layout
+    from shardweave.launcher.verify.report import Parting, Report
 
 __all__ = [
     "BatchPlan",
     "Config",
     "ConfigError",
+    "Difference",
     "Layout",
+    "Parting",
     "Record",
+    "Report",
     "StepResult",
     "Trainer",
     "__version__",
@@ -38,20 +45,25 @@ __all__ = [
     "layout_of",
     "load_config",
     "train_in_process",
+    "verify_layout",
 ]
 
 _HOME = {
     "BatchPlan": "layout",
     "Config": "config",
     "ConfigError": "problems",
+    "Difference": "verify.difference",
     "Layout": "layout",
+    "Parting": "verify.report",
     "Record": "trainer",
+    "Report": "verify.report",
     "StepResult": "trainer",
     "Trainer": "trainer",
     "batch_plan": "layout",
     "layout_of": "layout",
     "load_config": "reading",
     "train_in_process": "trainer",
+    "verify_layout": "verify.layout",
 }
 
 

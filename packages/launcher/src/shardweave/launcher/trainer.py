@@ -180,13 +180,16 @@ class Trainer:
         sizes = [math.prod(entry.shape) for entry in shapes]
         values = torch.zeros(sum(sizes), dtype=dtype, device=self.parts.device)
         full = {
-            entry.name: part.view(entry.shape) for entry, part in zip(shapes, values.split(sizes), strict=True)
+            entry.name: part.view(entry.shape)
+            for entry, part in zip(shapes, values.split(sizes), strict=True)
         }
         for name, parameter in held.items():
             if counts_here(parameter, self.mesh.model):
                 full[name][full_index(parameter)] = parameter.detach()
         all_reduce(values, self.mesh.model)
-        return {name: part.clone() for name, part in full.items()}  # each with storage of its own, to be sent or kept
+        return {
+            name: part.clone() for name, part in full.items()
+        }  # each with storage of its own, to be sent or kept
 
     def _arguments(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, DropoutStreams]]:
         """Dropout masks are keyed by the samples they fall on: the same in every layout."""
