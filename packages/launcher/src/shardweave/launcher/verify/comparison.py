@@ -158,7 +158,9 @@ class Comparison:
         at = float(scale if scale.numel() == 1 else scale.flatten()[place])
         if not relative <= tolerance:
             found = factor_remark(ours, reference, at, tolerance)
-            remark = "; ".join(text for text in (found, record_remark(sharding_of(parameter))) if text)
+            spread = self._config.parallel.tensor * self._config.parallel.pipeline > 1
+            record = record_remark(sharding_of(parameter)) if spread else ""
+            remark = "; ".join(text for text in (found, record) if text)
         inside = _unravelled(begin + place, parameter.shape)
         index = tuple(where.start + here for where, here in zip(full_index(parameter), inside, strict=True))
         a, b = ours.flatten()[place], reference.flatten()[place]

@@ -43,7 +43,8 @@ def show_question(console: Console, question: Question) -> None:
     for change in question.changes:
         rows.append((label, str(change)))
         label = ""
-    rows.append(("compared", f"the first {question.steps} steps, with one process on the same data"))
+    steps = "step" if question.steps == 1 else f"{question.steps} steps"
+    rows.append(("compared", f"the first {steps}, with one process on the same data"))
     show_rows(console, rows)
 
 
@@ -52,7 +53,8 @@ def show_answer(console: Console, report: Report) -> None:
     head = ("", "largest difference", "tolerance", "where")
     rows = list(_rows(report))
     if console.is_terminal:
-        table = Table(*head, box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(*head[:-1], box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column(head[-1], overflow="fold")
         for row, difference in zip(rows, report.largest, strict=True):
             table.add_row(*row, style="red" if difference.parts else "")
         console.print(table)
