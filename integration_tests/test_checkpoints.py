@@ -47,14 +47,15 @@ MODEL = {
     "model__vocab": 257,
     "model__sequence": 8,
     "batch__global": 12,
-    "batch__micro": 1,
 }
 
 
 def trainer_of(layout: Layout, mesh: Mesh, **settings: Any) -> Trainer:
     tokens = np.random.default_rng(7).integers(1, 256, 8 * 60 + 1).astype(np.uint8)
     dataset = Dataset(tokens, 8, 60, 0, "numbers")
-    return Trainer(small_run(layout, **{**MODEL, **settings}), mesh, dataset=dataset)
+    micro = 12 // (layout.data * (3 if layout.pipeline > 1 else 1))  # another one for each layout
+    config = small_run(layout, **{**MODEL, "batch__micro": micro, **settings})
+    return Trainer(config, mesh, dataset=dataset)
 
 
 def gathered(trainer: Trainer) -> dict[str, Tensor]:
@@ -62,11 +63,11 @@ def gathered(trainer: Trainer) -> dict[str, Tensor]:
     mesh, optimizer = trainer.mesh, trainer.parts.optimizer
     shapes = {piece.name: sharding_of(piece.parameter).shape for piece in optimizer.pieces() if piece.counts}
     names = sorted({name for of_rank in _names(shapes, mesh) for name in of_rank.items()})
-    full = {
-        f"{kind}{name}": torch.zeros(shape, dtype=torch.float64)
-        for name, shape in names
-        for kind in ("", "exp_avg/", "exp_avg_sq/", "step/")
-    }
+    kinds = ("", "exp_avg/", "exp_avg_sq/", "step/")
+    sizes = [torch.Size(shape).numel() for name, shape in names for _ in kinds]
+    everything = torch.zeros(sum(sizes), dtype=torch.float64)  # one sum over the ranks for all of them
+    keys = [(f"{kind}{name}", shape) for name, shape in names for kind in kinds]
+    full = {key: part.view(shape) for (key, shape), part in zip(keys, everything.split(sizes), strict=True)}
     for piece in optimizer.pieces():
         if piece.counts and (optimizer.stage > 0 or mesh.data.is_first):
             elements = {
@@ -80,7 +81,8 @@ def gathered(trainer: Trainer) -> dict[str, Tensor]:
                 local[piece.begin : piece.begin + flat.numel()] = flat.double()
                 where = full_index(piece.parameter)
                 full[kind + piece.name][where] += local.view(piece.parameter.shape)
-    return {name: all_reduce(values, mesh.world) for name, values in full.items()}
+    all_reduce(everything, mesh.world)
+    return {key: values.clone() for key, values in full.items()}  # a view would be sent with all it is a view of
 
 
 def _names(shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> Iterator[dict[str, tuple[int, ...]]]:

@@ -41,7 +41,7 @@ from .errors import CheckpointError
 from .manifest import Chunk, FileEntry, Manifest, TensorEntry
 from .planning import metadata_of, rectangle_of
 
-__all__ = ["Reader", "Writer", "rank_file", "read_chunk"]
+__all__ = ["ChunkFile", "Reader", "Writer", "check_header", "entry_name", "rank_file"]
 
 _LOOK_EVERY = 0.05  # seconds between looks for a file that is not there yet
 
@@ -175,26 +175,25 @@ class Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._chunk(item).file, {}).setdefault(item.storage_index, []).append(item)
         for name, chunks in by_file.items():
-            for index, items in chunks.items():
-                values = self._read(name, index)
-                for item in items:
-                    target = planner.resolve_tensor(item)
-                    target.copy_(values[_part(item)])
-                    planner.commit_tensor(item, target)
+            with ChunkFile(self._path / name) as file:
+                for items in chunks.values():
+                    values = file.read(items[0].storage_index.fqn, *self._place(items[0]))
+                    for item in items:
+                        target = planner.resolve_tensor(item)
+                        target.copy_(values[_part(item)])
+                        planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _chunk(self, item: ReadItem) -> Chunk:
-        assert (
-            item.storage_index.index is not None
-        )  # the position in the list of chunks that read_metadata gave
-        return self._manifest.tensors[item.storage_index.fqn].chunks[item.storage_index.index]
+        return self._place(item)[1]
 
-    def _read(self, file: str, index: MetadataIndex) -> Tensor:
-        entry = self._manifest.tensors[index.fqn]
-        assert index.index is not None
-        return read_chunk(self._path / file, index.fqn, entry, entry.chunks[index.index])
+    def _place(self, item: ReadItem) -> tuple[TensorEntry, Chunk]:
+        position = item.storage_index.index
+        assert position is not None  # in the list of chunks that read_metadata gave
+        entry = self._manifest.tensors[item.storage_index.fqn]
+        return entry, entry.chunks[position]
 
     def _check_file(self, name: str, deadline: float) -> None:
         file, entry = self._path / name, self._manifest.files.get(name)
@@ -219,21 +218,39 @@ def check_header(file: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def read_chunk(file: Path, tensor: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
-    """One chunk, on the CPU, in the shape of its rectangle, after comparing it with its checksum.
+class ChunkFile:
+    """One file of a checkpoint, open for reading."""
 
-    CheckpointError: the file is not safetensors, does not have it, or has other bytes.
-    """
-    name = entry_name(tensor, chunk.rectangle, entry.shape)
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            values: Tensor = opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged: {name}: {error}") from None
-    wrong_kind = str(values.dtype) != f"torch.{entry.dtype}" or tuple(values.shape) != chunk.rectangle.sizes
-    if wrong_kind or _crc32(values) != chunk.crc32:
-        raise CheckpointError(f"{file} is damaged: {name} is not what was written")
-    return values
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: Any = None
+
+    def __enter__(self) -> ChunkFile:
+        try:
+            self._opened = safe_open(self._path, framework="pt", device="cpu").__enter__()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._path} is damaged: {error}") from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def read(self, tensor: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        """One chunk, on the CPU, in the shape of its rectangle, after comparing it with its checksum.
+
+        CheckpointError: the file does not have it, or has other bytes.
+        """
+        name = entry_name(tensor, chunk.rectangle, entry.shape)
+        try:
+            values: Tensor = self._opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._path} is damaged: {name}: {error}") from None
+        wrong_kind = (
+            str(values.dtype) != f"torch.{entry.dtype}" or tuple(values.shape) != chunk.rectangle.sizes
+        )
+        if wrong_kind or _crc32(values) != chunk.crc32:
+            raise CheckpointError(f"{self._path} is damaged: {name} is not what was written")
+        return values
 
 
 def _block(item: WriteItem) -> Rectangle:

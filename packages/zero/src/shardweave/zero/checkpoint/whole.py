@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .folder import read_manifest
-from .manifest import Manifest
-from .storage import check_header, read_chunk
+from .manifest import Chunk, Manifest, TensorEntry
+from .storage import ChunkFile, check_header
 
 __all__ = ["parameter_names_of", "read_tensors"]
 
@@ -32,16 +32,17 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
     manifest = read_manifest(path)
     wanted = parameter_names_of(manifest) if names is None else list(names)
     full: dict[str, Tensor] = {}
-    checked: set[str] = set()
+    by_file: dict[str, list[tuple[str, TensorEntry, Chunk]]] = {}
     for name in wanted:
         entry = manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{path} has no tensor {name}")
         full[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for chunk in entry.chunks:
-            file = path / chunk.file
-            if chunk.file not in checked:
-                check_header(file, manifest.files[chunk.file])
-                checked.add(chunk.file)
-            full[name][chunk.rectangle.index] = read_chunk(file, name, entry, chunk)
+            by_file.setdefault(chunk.file, []).append((name, entry, chunk))
+    for file, places in by_file.items():
+        check_header(path / file, manifest.files[file])
+        with ChunkFile(path / file) as opened:
+            for name, entry, chunk in places:
+                full[name][chunk.rectangle.index] = opened.read(name, entry, chunk)
     return full
