@@ -1,7 +1,7 @@
 """A run saved on any layout goes on from there on any other: the same parameters, moments and next step.
 
 On the same layout it goes on bit for bit. Each group of ranks does everything for its layout, so a hundred pairs take
-a minute or two.
+a minute or two. In float32, where only the tolerance is another, each layout loads every third of the others.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(data=4, stage=0),
     Layout(data=4, stage=1),
     Layout(data=4, stage=2),
-    # Ten blocks, an embedding and a head over three stages; copies of KV heads on eight tensor ranks.
+    # Five blocks, an embedding and a head over three stages, unevenly; and everything at once.
     Layout(data=2, pipeline=3, stage=2),
-    Layout(tensor=8, stage=1),
+    Layout(data=2, tensor=2, pipeline=2, sequence=True, stage=1),
 )
 
-# As case B091 has it: 10 layers, 12 samples a step, fewer KV heads than ranks, a vocabulary that nothing divides.
+# 12 samples a step, for three and for four replicas; fewer KV heads than ranks; a vocabulary that nothing divides.
 MODEL = {
-    "model__layers": 10,
+    "model__layers": 5,
     "model__hidden": 16,
-    "model__heads": 8,
+    "model__heads": 4,
     "model__kv_heads": 2,
     "model__vocab": 257,
     "model__sequence": 8,
@@ -82,7 +82,9 @@ def gathered(trainer: Trainer) -> dict[str, Tensor]:
                 where = full_index(piece.parameter)
                 full[kind + piece.name][where] += local.view(piece.parameter.shape)
     all_reduce(everything, mesh.world)
-    return {key: values.clone() for key, values in full.items()}  # a view would be sent with all it is a view of
+    return {
+        key: values.clone() for key, values in full.items()
+    }  # a view would be sent with all it is a view of
 
 
 def _names(shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> Iterator[dict[str, tuple[int, ...]]]:
@@ -125,17 +127,23 @@ def _no_news(text: str) -> None:
     raise AssertionError(text)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 1e-6)])
+@pytest.mark.parametrize(("precision", "tolerance", "every"), [("fp64", 1e-12, 1), ("fp32", 1e-6, 3)])
 @pytest.mark.timeout(600)
-def test_b091_every_layout_continues_every_other(tmp_path: Path, precision: str, tolerance: float) -> None:
+def test_b091_every_layout_continues_every_other(
+    tmp_path: Path, precision: str, tolerance: float, every: int
+) -> None:
     roots = [str(tmp_path / str(number)) for number in range(len(LAYOUTS))]
     sources = [
         run_ranks(source, layout.ranks, layout, root, precision, timeout=120)[0]
         for layout, root in zip(LAYOUTS, roots, strict=True)
     ]
-    for layout in LAYOUTS:
-        pairs = run_ranks(target, layout.ranks, layout, roots, precision, timeout=240)[0]
-        for before, (right, right_loss), (found, loss) in zip(LAYOUTS, sources, pairs, strict=True):
+    for number, layout in enumerate(LAYOUTS):
+        chosen = range(number % every, len(LAYOUTS), every)
+        pairs = run_ranks(
+            target, layout.ranks, layout, [roots[place] for place in chosen], precision, timeout=240
+        )[0]
+        for place, (found, loss) in zip(chosen, pairs, strict=True):
+            before, (right, right_loss) = LAYOUTS[place], sources[place]
             assert found.keys() == right.keys()
             for name, values in right.items():
                 assert torch.equal(found[name], values), f"{name}: {before} -> {layout}"

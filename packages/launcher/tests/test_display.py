@@ -87,17 +87,21 @@ def test_metrics_are_followed_over_torn_lines_and_a_new_file(tmp_path: Path) -> 
     def listen(record: Mapping[str, Any]) -> None:
         seen.append((record["step"], "validation_loss" in record))
 
-    follower = MetricsFollower(path, listen, after=1)
+    _append(
+        path, '{"step": 1}\n{"step": 2, "attempt": 1}\n{"step": 3, "attempt": 1}\n'
+    )  # of an earlier start
+    follower = MetricsFollower(path, listen)
     follower.start()
-    for step in (1, 2):
-        _append(path, json.dumps({"step": step}) + "\n")
+    new = tmp_path / "new"
+    new.write_text('{"step": 1}\n')  # this start goes on from step 1
+    new.replace(path)
+    _append(path, '{"step": 2}\nnot json\n[3]\n')
     _append(path, '{"st')
     deadline = time.monotonic() + 20
     while len(seen) < 1 and time.monotonic() < deadline:
         time.sleep(0.02)
     _append(path, 'ep": 3}\n{"step": 3, "validation_loss": 1}\n')
     time.sleep(0.3)
-    new = tmp_path / "new"
     new.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)))
     new.replace(path)
     follower.stop()

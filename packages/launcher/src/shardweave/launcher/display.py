@@ -175,11 +175,14 @@ class MetricsFollower:
     The thread starts after the ranks' zygote, which must have been forked by a process without threads.
     """
 
-    def __init__(self, path: Path, listener: Callable[[Mapping[str, Any]], None], *, after: int) -> None:
-        """`after`: the step that the run resumes from; records up to it are old."""
-        self._path, self._listener, self._after = path, listener, after
+    def __init__(self, path: Path, listener: Callable[[Mapping[str, Any]], None]) -> None:
+        """Built before the ranks start: what is in the file now is of an earlier start, whatever step it is of.
+
+        The start that is followed keeps some of those lines, as they are, and writes others for the same steps.
+        """
+        self._path, self._listener = path, listener
         self._inode, self._offset, self._rest = -1, 0, b""
-        self._seen: set[tuple[int, bool]] = set()
+        self._seen = set(path.read_bytes().split(b"\n")) if path.exists() else set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="metrics-follower", daemon=True)
 
@@ -210,8 +213,12 @@ class MetricsFollower:
         self._offset += len(content)
         *lines, self._rest = (self._rest + content).split(b"\n")
         for line in lines:
-            record = json.loads(line)
-            key = (record["step"], "validation_loss" in record)
-            if record["step"] > self._after and key not in self._seen:
-                self._seen.add(key)
+            if line in self._seen:
+                continue
+            self._seen.add(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # damaged, by a full disk perhaps: a display is no reason to stop
+                continue
+            if isinstance(record, dict) and "step" in record:
                 self._listener(record)

@@ -30,9 +30,9 @@ class Failure:
 
     rank: int | None
     """The rank that failed first; None when no rank had started."""
-    kind: Literal["exception", "exit", "signal", "entry", "machine"]
-    """An exception; an exit status without one; death by a signal; an entry point that cannot be imported;
-    something that the machine lacks."""
+    kind: Literal["exception", "agreed", "exit", "signal", "entry", "machine"]
+    """An exception; an end that all ranks came to alike; an exit status without one; death by a signal; an entry
+    point that cannot be imported; something that the machine lacks."""
     status: int
     """The job's exit status."""
     message: str
@@ -54,9 +54,9 @@ class Failure:
         fault = faults.get(first.rank)
         return cls(
             rank=first.rank,
-            kind="exception" if fault is not None else "signal" if first.status < 0 else "exit",
+            kind=_kind(first, fault),
             status=first.shell_status,
-            message=str(fault) if fault is not None else _ending(first),
+            message=_ending(first) if fault is None else str(fault) if fault.type else fault.message,
             traceback="" if fault is None else fault.traceback,
             log=directory.log(first.rank),
             others=tuple(
@@ -68,7 +68,7 @@ class Failure:
 
     def __str__(self) -> str:
         """A paragraph for stderr: the rank, its traceback, its exit status, where to read more."""
-        if self.rank is None:
+        if self.rank is None or self.kind == "agreed":
             return self.message
         ending = self.message.partition("\n")[0]
         if self.kind != "exit":
@@ -112,6 +112,12 @@ def read_fault(path: Path) -> RankFault | None:
         return RankFault(**{field.name: fields[field.name] for field in dataclasses.fields(RankFault)})
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _kind(first: RankExit, fault: RankFault | None) -> Literal["exception", "agreed", "exit", "signal"]:
+    if fault is not None:
+        return "exception" if fault.type else "agreed"
+    return "signal" if first.status < 0 else "exit"
 
 
 def _ending(ended: RankExit) -> str:

@@ -15,10 +15,10 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardweave import comm
+from shardweave.launcher.agreed_end import AgreedEnd, agreed_ends
 from shardweave.launcher.describe import say_once
 from shardweave.launcher.display import make_display, show_rows
 from shardweave.launcher.prepare import MachineError, Prepared, open_run, prepare
-from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.rank import train
 from shardweave.launcher.request import Request
 from shardweave.launcher.run_directory import RunDirectory
@@ -29,19 +29,19 @@ from shardweave.launcher.training import Reporter
 __all__ = ["train_joined"]
 
 MACHINE_UNFIT = 3
-USAGE_ERROR = 2
 
 
 def train_joined(request: Request) -> NoReturn:
     """Trains as the rank that the environment describes, and ends the process."""
     stop: Stop | None = None
     try:
-        prepared = prepare(request, int(os.environ["WORLD_SIZE"]))
-        # leaves a file from which torchrun tells whose traceback to show
-        stop = record(_train)(request, prepared)
-    except ConfigError as error:
-        status = USAGE_ERROR
-        say_once(error)
+        with agreed_ends():
+            prepared = prepare(request, int(os.environ["WORLD_SIZE"]))
+            # leaves a file from which torchrun tells whose traceback to show
+            stop = record(_train)(request, prepared)
+    except AgreedEnd as end:
+        status = end.status
+        say_once(end)
     except MachineError as error:
         status = MACHINE_UNFIT
         say_once(error)

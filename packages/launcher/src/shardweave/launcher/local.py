@@ -53,7 +53,7 @@ def _train(request: Request, zygote: Zygote) -> int:
         return 0
 
     display = make_display(config, console)
-    follower = MetricsFollower(run.metrics, display.record, after=step)
+    follower = MetricsFollower(run.metrics, display.record)
 
     def show(rank: int, line: str) -> None:
         """What the first rank says to a person; everything that any rank prints is in its log."""

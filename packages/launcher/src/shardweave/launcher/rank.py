@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardweave import comm
 from shardweave.comm import Mesh
+from shardweave.launcher.agreed_end import agreed_ends
 from shardweave.launcher.config import Config
 from shardweave.launcher.layout import layout_of
-from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stopping import Stop, StopBoard, Stopping
 from shardweave.launcher.training import Reporter, Training
@@ -40,11 +39,8 @@ def main(payload: Mapping[str, Any]) -> None:
         record=lambda record: None, message=lambda text: print(f"{MESSAGE}{text}", flush=True)
     )
     board = StopBoard.of_launcher() if os.environ["RANK"] == "0" else None
-    try:
+    with agreed_ends():
         stop = train(config, RunDirectory(Path(payload["directory"])), reporter, Stopping(board))
-    except ConfigError as error:
-        print(f"{MESSAGE}error: {error}", flush=True)
-        sys.exit(2)
     if stop is not None:
         comm.shutdown(stop.status, together=True)
 

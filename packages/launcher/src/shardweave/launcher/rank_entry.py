@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from shardweave.comm.runtime import shutdown
 from shardweave.comm.zygote import Entry, RankFault
+from shardweave.launcher.agreed_end import AgreedEnd
 from shardweave.launcher.failures import write_fault
 
 __all__ = ["num_threads", "run_rank"]
@@ -21,6 +23,8 @@ __all__ = ["num_threads", "run_rank"]
 def run_rank(entry: Entry, payload: Mapping[str, Any], errors: str) -> NoReturn:
     """Calls ``entry(payload)`` and ends the process; an exception is recorded in the file ``errors``.
 
+    An :class:`~shardweave.launcher.agreed_end.AgreedEnd` is recorded as its text alone, and its status is the rank's.
+
     The work may leave ``torch.distributed`` initialised; the end waits for the other ranks then.
     """
     torch.set_num_threads(num_threads(os.environ))
@@ -28,6 +32,11 @@ def run_rank(entry: Entry, payload: Mapping[str, Any], errors: str) -> NoReturn:
     try:
         entry.resolve()(payload)
         shutdown(0)
+    except AgreedEnd as end:
+        fault = RankFault.of(end)
+        write_fault(Path(errors), dataclasses.replace(fault, type="", traceback=""))
+        print(f"error: {end}", file=sys.stderr, flush=True)
+        sys.exit(end.status)
     except SystemExit as stop:
         if stop.code is not None and not isinstance(stop.code, int):
             write_fault(Path(errors), RankFault.of(stop, skip_frames=1))

@@ -227,7 +227,8 @@ class ChunkFile:
 
     def __enter__(self) -> ChunkFile:
         try:
-            self._opened = safe_open(self._path, framework="pt", device="cpu").__enter__()
+            self._opened = safe_open(self._path, framework="pt", device="cpu")
+            self._opened.__enter__()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path} is damaged: {error}") from None
         return self

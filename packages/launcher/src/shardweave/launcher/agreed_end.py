@@ -1,0 +1,40 @@
+"""An end that all ranks come to together, for a reason that is a person's to know and no fault of the program.
+
+A checkpoint that does not fit, a full disk: every rank has the same error at the same point, so none of them has to be
+killed, and a traceback would only hide the sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardweave.launcher.problems import ConfigError
+from shardweave.zero.checkpoint import CheckpointWriteError
+
+__all__ = ["AgreedEnd", "agreed_ends"]
+
+USAGE_ERROR = 2
+MACHINE_UNFIT = 3
+
+
+class AgreedEnd(Exception):
+    """The text stands alone; `status` is the exit status of every rank."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@contextmanager
+def agreed_ends() -> Iterator[None]:
+    """Turns the errors that are the same on all ranks into one of these."""
+    try:
+        yield
+    except ConfigError as error:
+        raise AgreedEnd(USAGE_ERROR, str(error)) from error
+    except CheckpointWriteError as error:
+        raise AgreedEnd(
+            MACHINE_UNFIT,
+            f"{error}. The checkpoints before it are whole: make room, and the same command goes on from the newest",
+        ) from error
