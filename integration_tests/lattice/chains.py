@@ -73,12 +73,12 @@ def build(seed: int = 0) -> list[list[Point]]:
 def _runs(everything: Space, random: Random) -> list[Point]:
     """What is trained: every pair of run options in the exact format, and one run in each other format."""
     options = run_options()
-    exact = ("numbers", EXACT)
+    runs_only, exact = space(options), ("numbers", EXACT)
     named = {name: values for name, values in options.items() if name != "numbers"}
-    runs = Space(options, ()).cover([one | {exact} for one in combine(named, 2)], random)
+    runs = runs_only.cover([one | {exact} for one in combine(named, 2)], random)
     for number in options["numbers"]:
         if number != EXACT:
-            some = [_random({"numbers": number}, Space(options, ()), random) for _ in range(20)]
+            some = [_random({"numbers": number}, runs_only, random) for _ in range(20)]
             runs.append(max(some, key=lambda run: _num_layouts(everything, run)))
     return runs
 

@@ -10,7 +10,8 @@ like options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,10 @@ def _key_heads_are_split_or_copied(tensor: int, kv_heads: int) -> bool:
     return kv_heads % tensor == 0 or tensor % kv_heads == 0
 
 
+def _rounding_is_tried_with_moments(numbers: str, optimizer: str) -> bool:
+    return numbers == EXACT or optimizer == "adamw"
+
+
 RULES: tuple[Rule, ...] = (
     _at_most_eight_ranks,
     _a_sequence_is_shared_by_tensor_ranks,
@@ -152,13 +157,15 @@ RULES: tuple[Rule, ...] = (
     _micro_batches_are_equal,
     _a_stage_has_a_block,
     _key_heads_are_split_or_copied,
+    _rounding_is_tried_with_moments,
 )
 """Which points make sense: layouts that fit the model, and no option that would have no effect."""
 
 
-def space() -> Space:
-    """All points: the table with its rules."""
-    return Space({option.name: list(option.values) for option in OPTIONS}, RULES)
+def space(options: Mapping[str, Sequence[Any]] | None = None) -> Space:
+    """All points; or the partial points over some of the options."""
+    chosen = layout_options() | run_options() if options is None else options
+    return Space(chosen, [rule for rule in RULES if set(inspect.signature(rule).parameters) <= chosen.keys()])
 
 
 def layout_options() -> dict[str, list[Any]]:
