@@ -167,11 +167,19 @@ def test_a_machine_that_cannot_is_named(place: Path, monkeypatch: pytest.MonkeyP
 def test_starting_over_sets_the_earlier_run_aside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     overview = prepare(Request.of(["tiny.yaml", "checkpoint.resume=never"])).overview
-    assert open_run(overview)[1:] == (0, None)
+    first = open_run(overview)
+    assert (first.step, first.aside) == (0, None)
     (place / "runs/tiny/metrics.jsonl").touch()
-    run, step, aside = open_run(overview)
-    assert (step, aside) == (0, Path("runs/tiny.1"))
-    assert not run.metrics.exists()
+    with pytest.raises(
+        MachineError, match=rf"runs/tiny is in use by process {os.getpid()} on .*use another run.name"
+    ):
+        open_run(overview)
+    first.lock.release()
+    again = open_run(overview)
+    assert (again.step, again.aside) == (0, Path("runs/tiny.1"))
+    assert not again.directory.metrics.exists()
+    with pytest.raises(MachineError, match="is in use"):
+        open_run(overview)
 
 
 def _alive(pid: int) -> bool:

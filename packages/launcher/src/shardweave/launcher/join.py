@@ -69,7 +69,8 @@ def _train(request: Request, prepared: Prepared) -> Stop | None:
             "something else, which has a grace of its own",
             file=sys.stderr,
         )
-    run, _, aside = open_run(prepared.overview)
+    opened = open_run(prepared.overview)
+    run, aside = opened.directory, opened.aside
     show_rows(console, prepared.overview.header())
     if aside:
         console.print(f"an earlier run of this name is now {aside}", markup=False)

@@ -43,7 +43,8 @@ def _train(request: Request, zygote: Zygote) -> int:
     for warning in prepared.warnings:
         errors.print(f"warning: {warning}", markup=False)
     check_machine(overview)
-    run, step, aside = open_run(overview)
+    opened = open_run(overview)
+    run, step, aside = opened.directory, opened.step, opened.aside
     show_rows(console, overview.header())
     if aside:
         console.print(f"an earlier run of this name is now {aside}", markup=False)

@@ -25,9 +25,10 @@ from shardweave.launcher.reading import Loaded, read_config
 from shardweave.launcher.request import Request
 from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.run_directory import RunDirectory
+from shardweave.launcher.run_lock import RunLock, RunLockedError
 from shardweave.launcher.shape import transformer_config
 
-__all__ = ["MachineError", "Prepared", "check_machine", "open_run", "prepare"]
+__all__ = ["MachineError", "OpenRun", "Prepared", "check_machine", "open_run", "prepare"]
 
 _BASE_MEMORY = 100 * 2**20
 """Bytes of a rank's own that are not the model's: what it does not share with the process it was forked from."""
@@ -139,23 +140,44 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def open_run(overview: Overview) -> tuple[RunDirectory, int, Path | None]:
-    """The run's directory, the step it will continue from (0: from the start), and where an earlier run was moved.
+@dataclass(frozen=True)
+class OpenRun:
+    """A run's directory, ready to be written."""
+
+    directory: RunDirectory
+    step: int
+    """The one that the run will continue from; 0: from the start."""
+    aside: Path | None
+    """Where an earlier run of this name was moved."""
+    lock: RunLock
+    """Keep it as long as the run."""
+
+
+def open_run(overview: Overview) -> OpenRun:
+    """Makes the run's directory, or finds where it goes on; nobody else can open it until the lock is released.
 
     Raises:
         ConfigError: for a checkpoint that does not fit this run.
-        MachineError: when the directory cannot be written.
+        MachineError: when the directory cannot be written, or another start is using it.
     """
     config = overview.config
     run = RunDirectory.of(config)
     found = find_resumable(config, run.checkpoints)
     aside: Path | None = None
     try:
-        if config.checkpoint.resume == "never":
-            aside = run.set_aside()
-        run.path.mkdir(parents=True, exist_ok=True)
+        lock = _locked(run)
+        if config.checkpoint.resume == "never" and (aside := run.set_aside()) is not None:
+            lock.release()
+            lock = _locked(run)
     except OSError as error:
-        raise MachineError(f"the run directory {run.path} cannot be made: {error.strerror}") from None
+        raise MachineError(f"the run directory {run.path} cannot be written: {error.strerror}") from None
+    except RunLockedError as error:
+        raise MachineError(str(error)) from None
     if not os.access(run.path, os.W_OK):
         raise MachineError(f"the run directory {run.path} cannot be written: permission denied")
-    return run, found.step, aside
+    return OpenRun(run, found.step, aside, lock)
+
+
+def _locked(run: RunDirectory) -> RunLock:
+    run.path.mkdir(parents=True, exist_ok=True)
+    return RunLock(run.path)
