@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -432,6 +433,12 @@ def test_strange_names_are_no_checkpoints(tmp_path: Path) -> None:
     assert complete_checkpoints(tmp_path) == []
 
 
+def index_with(shape: list[int], chunks: list[Any], dtype: str = "float32") -> bytes:
+    """An index with one tensor, as somebody might make it up."""
+    tensor = {"shape": shape, "dtype": dtype, "chunks": chunks}
+    return json.dumps({"format": 2, "tensors": {"w": tensor}, "files": {}}).encode()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -440,6 +447,11 @@ def test_strange_names_are_no_checkpoints(tmp_path: Path) -> None:
         (b"\xff", "is not an index"),
         (b'{"format": 2}', "is not a whole index: KeyError"),
         (b'{"format": 2, "tensors": 3, "files": {}}', "is not a whole index: AttributeError"),
+        (index_with([2], [[[0], [2], "../x", 0]]), "is no part of w"),
+        (index_with([2], [[[1], [2], "x", 0]]), "is no part of w"),
+        (index_with([2], [[[0], [1], "x", 0]]), "do not add up"),
+        (index_with([2], [[[0], [2], "x", 0]], "load"), "has type 'load', which is none of torch's"),
+        (b"[" * 100_000, "is not an index"),
     ],
 )
 def test_an_index_of_another_kind_is_named_even_with_a_right_marker(

@@ -72,7 +72,7 @@ def load_checkpoint(
     streams = capture_streams(generators or {})
     request = request_of(optimizer, manifest, strict=strict)
     request.add(extra_tensors(tensors or {}))
-    same_ranks = manifest.values.get("world_size") == world.size
+    same_ranks = manifest.ranks == world.size
     request.add_optional(stream_tensors(streams, world.rank if same_ranks else 0))
     missing, unexpected = _agree(request, manifest, world, path, strict)
     _read(path, request.found, manifest, world, patience)

@@ -7,6 +7,7 @@
     scalars   state without elements: name of a state ("step") -> parameter -> value
     groups    settings of the parameter groups, and which parameters each holds
     optimizer the torch class whose state this is, and what else the optimizer keeps
+    ranks     how many wrote it
     values    whatever the caller saves: step, data position, configuration, ...
 
 Two checksums, because they answer two questions. A load reads some chunks of many files and must not read the rest of
@@ -21,6 +22,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 from shardweave.comm import Rectangle
 
@@ -77,6 +80,7 @@ class Manifest:
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
@@ -94,6 +98,7 @@ class Manifest:
         }
         blocks = {
             "format": FORMAT,
+            "ranks": self.ranks,
             "values": self.values,
             "optimizer": self.optimizer,
             "groups": [asdict(group) for group in self.groups],
@@ -112,7 +117,7 @@ class Manifest:
         try:
             raw = json.loads(text)
             found = raw.get("format")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{origin} is not an index: {error}") from None
         if found != FORMAT:
             raise CheckpointError(
@@ -128,6 +133,7 @@ class Manifest:
                     for group in raw["groups"]
                 ),
                 optimizer=raw["optimizer"],
+                ranks=int(raw["ranks"]),
                 values=raw["values"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -142,7 +148,19 @@ def _tensor(name: str, raw: Mapping[str, Any]) -> TensorEntry:
     )
     if sum(chunk.rectangle.numel for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks of {name} do not add up to its shape {shape}")
-    return TensorEntry(shape, str(raw["dtype"]), chunks)
+    for chunk in chunks:
+        if not _inside(chunk.rectangle, shape) or "/" in chunk.file:
+            raise ValueError(f"{chunk} is no part of {name}, which has shape {shape}")
+    if not isinstance(getattr(torch, str(raw["dtype"]), None), torch.dtype):
+        raise ValueError(f"{name} has type {raw['dtype']!r}, which is none of torch's")
+    return TensorEntry(shape, raw["dtype"], chunks)
+
+
+def _inside(rectangle: Rectangle, shape: tuple[int, ...]) -> bool:
+    return len(rectangle.offsets) == len(rectangle.sizes) == len(shape) and all(
+        start >= 0 and size > 0 and start + size <= whole
+        for start, size, whole in zip(rectangle.offsets, rectangle.sizes, shape, strict=True)
+    )
 
 
 def _block(key: str, value: Any) -> str:

@@ -73,10 +73,11 @@ class Request:
         """After everything was read: gives the optimizer its states and settings."""
         if not self._with_state:
             return
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for piece, arrived in self._states:
-            before = dict(piece.state)
+            device = _device_of_numbers(piece, group_of[id(piece.parameter)])
             piece.state.clear()
-            piece.state.update({key: _like(value, before.get(key)) for key, value in arrived.items()})
+            piece.state.update({key: _on(value, device) for key, value in arrived.items()})
         for number, group in enumerate(optimizer.param_groups):
             saved = saved_settings(optimizer, self._manifest.groups, number)
             for key, value in (saved[0] if saved else {}).items():
@@ -130,11 +131,18 @@ def _states_by_parameter(manifest: Manifest) -> dict[str, dict[str, str]]:
     return found
 
 
+def _device_of_numbers(piece: ShardPiece, group: Mapping[str, Any]) -> torch.device:
+    """Where torch's implementation wants state without elements, such as step counts."""
+    on_device = group.get("fused") or group.get("capturable")
+    return piece.values.device if on_device else torch.device("cpu")
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and not value.dim() else value
+
+
 def _like(value: Any, before: Any) -> Any:
-    """A loaded value on the device of the one it replaces; a number stays in a tensor that others may refer to."""
-    if isinstance(before, Tensor):
-        if isinstance(value, Tensor):
-            return value.to(before.device)
-        if not before.dim():
-            return before.fill_(value)
+    """A setting; a number stays in the tensor that others, a captured graph, may refer to."""
+    if isinstance(before, Tensor) and not before.dim():
+        return before.fill_(value)
     return value

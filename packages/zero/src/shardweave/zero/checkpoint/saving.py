@@ -67,7 +67,8 @@ def save_checkpoint(
         scalars=merge_scalars(one["scalars"] for one in told),
         groups=merge_groups(one["groups"] for one in told),
         optimizer=optimizer.counters(),
-        values={**(values or {}), "world_size": world.size},
+        ranks=world.size,
+        values=values or {},
     )
     placed = {
         **contents.tensors,

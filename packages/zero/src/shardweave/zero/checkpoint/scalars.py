@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import CheckpointError
+
 __all__ = ["decoded", "encoded"]
 
 
@@ -35,7 +37,10 @@ def decoded(raw: Any) -> Any:
     if not isinstance(raw, dict):
         return raw
     if "tensor" in raw:
-        return torch.tensor(decoded(raw["value"]), dtype=getattr(torch, raw["tensor"]))
+        dtype = getattr(torch, raw["tensor"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"a state has type {raw['tensor']!r}, which is none of torch's")
+        return torch.tensor(decoded(raw["value"]), dtype=dtype)
     if "float" in raw:
         return float(raw["float"])
     values = [decoded(one) for one in next(iter(raw.values()))]

@@ -108,6 +108,7 @@ class Writer(StorageWriter):
             scalars=rest.scalars,
             groups=rest.groups,
             optimizer=rest.optimizer,
+            ranks=rest.ranks,
             values=rest.values,
         )
         folder.commit(self._path, manifest)
