@@ -381,6 +381,95 @@ def test_b094_b102_a_death_while_writing_leaves_the_one_before(
     assert damaged_files(checkpoint_path(tmp_path, 4)) == []
 
 
+def test_an_interrupted_replacement_leaves_the_one_before(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copytree(original, tmp_path / "latest"))
+    _, optimizer = build(Axis.single())
+
+    class Death(BaseException):
+        """Nobody catches it."""
+
+    for number in range(3):  # before the old one is away, before the new one is there, before its marker is
+
+        def die(*arguments: Any, left: list[int] = [number], rename: Any = os.rename) -> None:  # noqa: B006
+            if not left[0]:
+                raise Death
+            left[0] -= 1
+            rename(*arguments)
+
+        with monkeypatch.context() as patch:
+            if number < 2:
+                patch.setattr(os, "rename", die)
+            else:
+                patch.setitem(
+                    folder.__dict__, "sync_directory", lambda where: die() if where == tmp_path else None
+                )
+                patch.setattr(os, "rename", os.rename)
+            with pytest.raises((Death, CheckpointWriteError)):
+                save_checkpoint(path, optimizer, world=Axis.single(), values={"step": 3 + number})
+        assert load_checkpoint(path, optimizer, world=Axis.single()).values == {"step": 2}
+        assert damaged_files(path) == []
+    save_checkpoint(path, optimizer, world=Axis.single(), values={"step": 9})
+    assert load_checkpoint(path, optimizer, world=Axis.single()).values == {"step": 9}
+    assert [one.name for one in tmp_path.iterdir()] == ["latest"]
+
+
+def refusals(directory: str) -> list[str]:
+    mesh = Mesh(dp=2)
+    _, optimizer = trained(mesh.data)
+    os.chdir(directory)
+    found = []
+    for path in (".", "", "/", "used", "used/..", "file"):
+        try:
+            save_checkpoint(path, optimizer, world=mesh.world)
+        except ValueError as error:
+            found.append(str(error))
+    for values in ({"a": object()}, {"a": float("nan")}):
+        try:
+            save_checkpoint("new", optimizer, world=mesh.world, values=values)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_nothing_that_is_not_a_checkpoints_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    first, second = run_ranks(refusals, 2, str(tmp_path))
+    assert first == second
+    assert len(first) == 8
+    assert "used holds notes.txt, which is not a checkpoint's; give a directory of its own" in first[3]
+    assert "file is there and is no directory" in first[5]
+    assert "give numbers, text, lists and dicts" in first[6]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "used"]
+    assert (tmp_path / "used" / "notes.txt").exists()
+
+
+def test_pruning_leaves_links_files_and_foreign_directories(tmp_path: Path) -> None:
+    archive = make(tmp_path / "archive", 8)
+    root = tmp_path / "checkpoints"
+    make(root, 12)
+    (make(root, 5) / "notes.txt").touch()
+    (root / "step-00000008").symlink_to(archive)
+    (root / "step-00000009").touch()
+    (root / "step-00000010").symlink_to(tmp_path / "gone")
+    assert [step for step, _ in complete_checkpoints(root)] == [5, 8, 12]
+    assert prune_checkpoints(root, 1) == []
+    assert (archive / "complete").exists()
+
+
+def test_a_folder_that_is_not_there_differs_from_one_that_cannot_be_read(tmp_path: Path) -> None:
+    assert complete_checkpoints(tmp_path / "none") == []
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"link is a link to .*unmounted, which is not there"):
+        complete_checkpoints(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file cannot be read: Not a directory"):
+        complete_checkpoints(tmp_path / "file")
+
+
 # -- what is kept --------------------------------------------------------------------------------------------
 
 
@@ -436,7 +525,9 @@ def test_strange_names_are_no_checkpoints(tmp_path: Path) -> None:
 def index_with(shape: list[int], chunks: list[Any], dtype: str = "float32") -> bytes:
     """An index with one tensor, as somebody might make it up."""
     tensor = {"shape": shape, "dtype": dtype, "chunks": chunks}
-    return json.dumps({"format": 2, "tensors": {"w": tensor}, "files": {}}).encode()
+    file = {"bytes": 1, "sha256": "", "header_crc32": 0}
+    rest = {"scalars": {}, "groups": [], "optimizer": {}, "ranks": 1, "values": {}}
+    return json.dumps({"format": 2, "tensors": {"w": tensor}, "files": {"x": file}, **rest}).encode()
 
 
 @pytest.mark.parametrize(
@@ -447,7 +538,17 @@ def index_with(shape: list[int], chunks: list[Any], dtype: str = "float32") -> b
         (b"\xff", "is not an index"),
         (b'{"format": 2}', "is not a whole index: KeyError"),
         (b'{"format": 2, "tensors": 3, "files": {}}', "is not a whole index: AttributeError"),
-        (index_with([2], [[[0], [2], "../x", 0]]), "is no part of w"),
+        (index_with([2], [[[0], [2], "../x", 0]]), r"chunks in \['\.\./x'\], which are not listed"),
+        (index_with([2, 2], [[[0, 0], [2, 1], "x", 0], [[1, 0], [1, 2], "x", 0]]), "the chunks of w overlap"),
+        (index_with([2], [[["0"], [2], "x", 0]]), "is not a whole index: TypeError"),
+        (
+            index_with([2], [[[0], [2], "x", 0]]).replace(b'"values": {}', b'"values": 3'),
+            "is not a whole index",
+        ),
+        (
+            index_with([2], [[[0], [2], "x", 0]]).replace(b'"bytes": 1', b'"bytes": "a"'),
+            "no description of a file",
+        ),
         (index_with([2], [[[1], [2], "x", 0]]), "is no part of w"),
         (index_with([2], [[[0], [1], "x", 0]]), "do not add up"),
         (index_with([2], [[[0], [2], "x", 0]], "load"), "has type 'load', which is none of torch's"),

@@ -9,9 +9,10 @@
         index.json               what is where, with checksums: see `manifest`
         complete                 SHA-256 of index.json: written last, so it is there exactly when all is
       .step-00000040.partial/    a checkpoint being written, or one whose writer died
+      .step-00000020.replaced/   the one before, while another of the same name takes its place
 
 A directory gets its name by one rename after every file in it has reached the disk, and its marker after that. Nothing
-here runs code from a file.
+here runs code from a file, and nothing that is not a checkpoint's is deleted.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ __all__ = [
     "partial_path",
     "prune_checkpoints",
     "read_manifest",
+    "recover",
+    "step_of",
+    "why_not_replaceable",
 ]
 
 MARKER = "complete"
 INDEX = "index.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_OURS = re.compile(r"complete|index\.json|rank-\d{5,}\.safetensors")
 _CHUNK = 1 << 22
 _LONGEST_HEADER = 100_000_000  # the bound of the safetensors format
 
@@ -55,14 +60,20 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's directory is named after; None under another name."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a folder that have a marker, as (step, directory), oldest first, in numeric order."""
-    found = []
-    for path in root.iterdir() if root.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and (path / MARKER).is_file():
-            found.append((int(match[1]), path))
-    return sorted(found)
+    """The checkpoints of a folder that have a marker, as (step, directory), oldest first, in numeric order.
+
+    CheckpointError: there is a folder, and it cannot be read.
+    """
+    return sorted(
+        (step, path) for path in _entries(root) if (step := step_of(path)) is not None and _has_marker(path)
+    )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -121,40 +132,106 @@ def header_crc32(path: Path) -> int:
 
 
 def commit(path: Path, manifest: Manifest) -> None:
-    """Makes a checkpoint of the files in its partial directory: index, rename, marker."""
-    partial, text = partial_path(path), manifest.to_json()
+    """Makes a checkpoint of the files in its partial directory: index, rename, marker.
+
+    One of the same name, of an earlier attempt and damaged perhaps, is moved aside and deleted when this one is whole.
+    """
+    partial, replaced, text = partial_path(path), _replaced_path(path), manifest.to_json()
     _write_synced(partial / INDEX, text)
     sync_directory(partial)
-    if path.exists():  # of an earlier attempt, damaged perhaps: this one is newer
-        delete_checkpoint(path)
+    if path.exists():
+        os.rename(path, replaced)
     os.rename(partial, path)
     sync_directory(path.parent)
     _write_synced(path / MARKER, sha256(text).hexdigest().encode())
     sync_directory(path)
+    if replaced.exists():
+        delete_checkpoint(replaced)
+
+
+def recover(path: Path) -> None:
+    """Undoes a replacement that was interrupted before the new checkpoint was whole. By one process."""
+    replaced = _replaced_path(path)
+    if not _has_marker(replaced) or _has_marker(path):
+        return
+    if path.exists():
+        delete_checkpoint(path)
+    os.rename(replaced, path)
+
+
+def why_not_replaceable(path: Path) -> str | None:
+    """Why a checkpoint cannot be written at ``path``, as far as what is there now tells."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        return f"{path} is there and is no directory"
+    foreign = sorted(one.name for one in _entries(path) if not _OURS.fullmatch(one.name))
+    if foreign:
+        return (
+            f"{path} holds {', '.join(foreign[:3])}, which is not a checkpoint's; give a directory of its own"
+        )
+    return None
 
 
 def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     """Deletes all but the newest ``keep`` whole checkpoints of a folder, and remains of older attempts.
 
-    By one process, after the newest is whole. ``keep=0`` keeps all; the newest is never deleted. Returns what was.
+    By one process, after the newest is whole. ``keep=0`` keeps all; the newest is never deleted, nor what a symbolic
+    link points to, nor a directory with files that are not a checkpoint's. Returns what was deleted.
+
+    OSError: one of them cannot be deleted; the others are.
     """
     whole = complete_checkpoints(root)
     old = [path for _, path in whole[:-keep]] if keep > 0 else []
     newest = whole[-1][0] if whole else -1
     kept = {path for _, path in whole}
-    for path in root.iterdir() if root.is_dir() else ():
-        match = _NAME.fullmatch(path.name.removeprefix(".").removesuffix(".partial"))
+    for path in _entries(root):
+        name = path.name.removeprefix(".").removesuffix(".partial").removesuffix(".replaced")
+        match = _NAME.fullmatch(name)
         if match and int(match[1]) <= newest and path not in kept:
             old.append(path)
+    deleted, failure = [], None
     for path in old:
-        delete_checkpoint(path)
-    return old
+        if path.is_dir() and why_not_replaceable(path) is None:
+            try:
+                delete_checkpoint(path)
+                deleted.append(path)
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    return deleted
 
 
 def delete_checkpoint(path: Path) -> None:
     """The marker first: half a deletion is never taken for a checkpoint."""
     (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path)
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _has_marker(path: Path) -> bool:
+    """True also when nobody may look: that is for whoever opens it to say, not to be passed over in silence."""
+    try:
+        return (path / MARKER).is_file()
+    except PermissionError:
+        return True
+
+
+def _entries(root: Path) -> list[Path]:
+    """What is in a directory; nothing when there is none.
+
+    CheckpointError: there is something, and it cannot be read: not mounted, no permission, a file.
+    """
+    try:
+        return list(root.iterdir())
+    except FileNotFoundError:
+        if root.is_symlink():
+            raise CheckpointError(f"{root} is a link to {os.readlink(root)}, which is not there") from None
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {error.strerror}") from None
 
 
 def sync_directory(path: Path) -> None:

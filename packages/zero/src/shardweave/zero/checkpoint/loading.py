@@ -93,8 +93,9 @@ def read_manifest_together(path: Path, world: Axis) -> Manifest:
     text, problem = None, None
     if world.is_first:
         try:
+            folder.recover(path)
             text = folder.read_manifest(path).to_json().decode()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             problem = str(error)
     text, problem = broadcast_value([text, problem], world)
     if problem is not None:

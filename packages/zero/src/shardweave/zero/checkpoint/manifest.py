@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -124,20 +125,35 @@ class Manifest:
                 f"{origin} has format {found!r} and this version reads {FORMAT}; load it with the version that wrote it"
             )
         try:
-            return cls(
+            found = cls(
                 tensors={name: _tensor(name, entry) for name, entry in raw["tensors"].items()},
-                files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
-                scalars=raw["scalars"],
+                files={_file(name): FileEntry(**entry) for name, entry in raw["files"].items()},
+                scalars={str(key): dict(values) for key, values in raw["scalars"].items()},
                 groups=tuple(
-                    Group(group["number"], group["settings"], tuple(group["parameters"]))
+                    Group(int(group["number"]), dict(group["settings"]), tuple(map(str, group["parameters"])))
                     for group in raw["groups"]
                 ),
-                optimizer=raw["optimizer"],
+                optimizer=dict(raw["optimizer"]),
                 ranks=int(raw["ranks"]),
-                values=raw["values"],
+                values=dict(raw["values"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            for file in found.files.values():
+                if not (isinstance(file.bytes, int) and isinstance(file.sha256, str)):
+                    raise ValueError(f"{file} is no description of a file")
+            unlisted = {
+                chunk.file for entry in found.tensors.values() for chunk in entry.chunks
+            } - found.files.keys()
+            if unlisted:
+                raise ValueError(f"there are chunks in {sorted(unlisted)}, which are not listed")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{origin} is not a whole index: {type(error).__name__}: {error}") from None
+        return found
+
+
+def _file(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"{name!r} is no name of a file")
+    return name
 
 
 def _tensor(name: str, raw: Mapping[str, Any]) -> TensorEntry:
@@ -149,8 +165,10 @@ def _tensor(name: str, raw: Mapping[str, Any]) -> TensorEntry:
     if sum(chunk.rectangle.numel for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks of {name} do not add up to its shape {shape}")
     for chunk in chunks:
-        if not _inside(chunk.rectangle, shape) or "/" in chunk.file:
+        if not _inside(chunk.rectangle, shape):
             raise ValueError(f"{chunk} is no part of {name}, which has shape {shape}")
+    if not _disjoint([chunk.rectangle for chunk in chunks]):
+        raise ValueError(f"the chunks of {name} overlap")
     if not isinstance(getattr(torch, str(raw["dtype"]), None), torch.dtype):
         raise ValueError(f"{name} has type {raw['dtype']!r}, which is none of torch's")
     return TensorEntry(shape, raw["dtype"], chunks)
@@ -160,6 +178,26 @@ def _inside(rectangle: Rectangle, shape: tuple[int, ...]) -> bool:
     return len(rectangle.offsets) == len(rectangle.sizes) == len(shape) and all(
         start >= 0 and size > 0 and start + size <= whole
         for start, size, whole in zip(rectangle.offsets, rectangle.sizes, shape, strict=True)
+    )
+
+
+def _disjoint(rectangles: Sequence[Rectangle]) -> bool:
+    """Whether no two rectangles have an element in common; from first row to last, beside those still open."""
+    if len(rectangles) < 2 or not rectangles[0].sizes:
+        return len(rectangles) < 2
+    open_: list[Rectangle] = []
+    for rectangle in sorted(rectangles, key=lambda one: one.offsets):
+        open_ = [one for one in open_ if one.offsets[0] + one.sizes[0] > rectangle.offsets[0]]
+        if any(_overlap(one, rectangle) for one in open_):
+            return False
+        open_.append(rectangle)
+    return True
+
+
+def _overlap(one: Rectangle, other: Rectangle) -> bool:
+    return all(
+        a < b + length and b < a + size
+        for a, size, b, length in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import traceback
 import warnings
@@ -51,10 +53,12 @@ def save_checkpoint(
     spread over them. Parameters need names: ``shardweave.comm.name_parameters``.
 
     ValueError, on all ranks: between ``backward`` and ``step``, a parameter without a name, state that is neither one
-    number nor one for each element. CheckpointWriteError, on all ranks: the file system refused.
+    number nor one for each element, ``values`` that JSON cannot hold, a ``path`` with other things in it.
+    CheckpointWriteError, on all ranks: the file system refused.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     contents = contents_of(optimizer)
+    contents.problems += _problems_of_first(path, values or {}) if world.is_first else []
     told = gather_values(
         {"problems": contents.problems, "scalars": contents.scalars, "groups": contents.groups}, world
     )
@@ -121,6 +125,21 @@ def extra_tensors(tensors: Mapping[str, Tensor | Placed]) -> dict[str, Placed]:
 def stream_tensors(streams: Mapping[str, Tensor], rank: int) -> dict[str, Placed]:
     """A rank's random streams under its name."""
     return {f"random/{rank:05d}/{name}": Placed.whole(state) for name, state in streams.items()}
+
+
+def _problems_of_first(path: Path, values: Mapping[str, Any]) -> list[str]:
+    """What the first rank, which writes the index, can tell before anything is touched."""
+    found = []
+    try:
+        folder.recover(path)
+        found += [problem] if (problem := folder.why_not_replaceable(path)) else []
+    except (OSError, ValueError) as error:
+        found.append(str(error))
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        found.append(f"values: {error}; give numbers, text, lists and dicts, as JSON holds them")
+    return found
 
 
 def _make_directory(path: Path, world: Axis) -> None:
