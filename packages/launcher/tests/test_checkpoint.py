@@ -154,7 +154,7 @@ def _saved(tmp_path: Path, *overrides: str) -> Path:
 def test_another_model_or_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     found = find_resumable(_config(), tmp_path)
-    assert (found.paths, found.step, found.told) == ((path,), 1, ())
+    assert (found.paths, found.step, found.passed, found.changes) == ((path,), 1, (), ())
     for override, text in (
         ("model.hidden=32", r"`model.hidden: 32` \(there: 16\)"),
         ("optimizer.name=sgd", r"`optimizer.name: sgd` \(there: adamw\)"),
@@ -168,13 +168,41 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path: Path) -> None:
 def test_what_makes_it_another_run_is_told_and_what_does_not_is_not(tmp_path: Path) -> None:
     _saved(tmp_path)
     free = ["parallel.tensor=2", "zero.stage=2", "batch.micro=2", "comm.bucket_mb=1", "run.log_every=7"]
-    assert find_resumable(_config(*free), tmp_path).told == ()
-    told = find_resumable(_config("optimizer.lr=0.5", "run.steps=9", "guard.spike=off"), tmp_path).told
+    assert find_resumable(_config(*free), tmp_path).changes == ()
+    told = find_resumable(_config("optimizer.lr=0.5", "run.steps=9", "guard.spike=off"), tmp_path).changes
     assert told == (
         "changed since step-00000001: `run.steps: 9` (there: 8): the learning-rate schedule spans other steps",
         "changed since step-00000001: `optimizer.lr: 0.5` (there: 0.001)",
         "changed since step-00000001: `guard.spike: off` (there: warn)",
     )
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_never_starts_a_run_over(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.resume: .* is a link to .*unmounted, which is not there"
+    ):
+        resume(Trainer(_config(), Mesh(), dataset=_dataset()), root, _quiet)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    trainer = Trainer(_config(), Mesh(), dataset=_dataset())
+    monkeypatch.setattr("shardweave.zero.checkpoint.folder.shutil.rmtree", refuse)
+    said: list[str] = []
+    for _ in range(2):
+        trainer.train_step()
+        monkeypatch.setattr(
+            "shardweave.zero.checkpoint.saving.shutil.rmtree",
+            lambda path, ignore_errors=False: refuse(path) if not ignore_errors else None,
+        )
+        save(trainer, tmp_path, keep=1, warn=said.append)
+    assert "an old checkpoint could not be deleted: [Errno 13] Permission denied" in said[0]
 
 
 def test_unfinished_checkpoints_are_passed_over_and_said(tmp_path: Path) -> None:
@@ -184,7 +212,7 @@ def test_unfinished_checkpoints_are_passed_over_and_said(tmp_path: Path) -> None
     (tmp_path / "step-00000000").mkdir()  # older: no news
     found = find_resumable(_config(), tmp_path)
     assert found.paths == (path,)
-    assert [text.split()[0] for text in found.told] == [
+    assert [text.split()[0] for text in found.passed] == [
         str(tmp_path / ".step-00000004.partial"),
         str(tmp_path / "step-00000003"),
     ]
@@ -230,7 +258,7 @@ def test_a_course_that_is_not_continued_is_set_aside(tmp_path: Path) -> None:
     again = Trainer(_config(f"checkpoint.resume={paths[0]}"), Mesh(), dataset=_dataset())
     assert resume(again, tmp_path, said.append) == paths[0]
     assert complete_checkpoints(tmp_path) == [(1, paths[0])]
-    assert [text.split(" is ")[0] for text in said] == ["warning: step-00000002", "warning: step-00000003"]
+    assert [text.split(" lies ")[0] for text in said] == ["warning: step-00000002", "warning: step-00000003"]
     again.train_step()
     save(again, tmp_path, keep=1)
     assert complete_checkpoints(tmp_path) == [(2, paths[1])]

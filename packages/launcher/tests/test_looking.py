@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardweave.comm import Mesh
+from shardweave.comm import Axis, Mesh, name_parameters
 from shardweave.launcher.checkpoint import save
 from shardweave.launcher.looking import list_checkpoints, show_checkpoint, verify_checkpoints
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
+from shardweave.zero import ZeroOptimizer
+from shardweave.zero.checkpoint import save_checkpoint
 
 SETTINGS = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.sequence=8", "batch.global=2"]
 
@@ -45,6 +48,32 @@ def test_list_has_a_line_for_each(run: Path, capsys: pytest.CaptureFixture[str])
     assert list_checkpoints(run / "checkpoints", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["step"], one["whole"]) for one in found] == [(1, True), (2, True), (None, False)]
+    file = run / "checkpoints" / "step-00000001" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    (run / "checkpoints" / "step-00000009").symlink_to(run / "gone")
+    (run / "checkpoints" / "step-00000002").rename(run / "checkpoints" / "step-00000007")
+    assert list_checkpoints(run, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["whole"] for one in found] == [False] * 4
+    assert "has 100 bytes and should have" in found[0]["problem"]
+    assert "is of step 2, not of the one that it is named after" in found[2]["problem"]
+    assert list_checkpoints(run, as_json=False) == 0
+
+
+def test_a_checkpoint_of_somebodys_own_loop_is_as_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = torch.nn.Linear(3, 2)
+    name_parameters(module)
+    optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    save_checkpoint(tmp_path / "step-00000004", optimizer, world=Axis.single(), values={"mine": 1})
+    assert list_checkpoints(tmp_path, as_json=False) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "4"
+    assert verify_checkpoints(tmp_path, as_json=False) == 0
+    assert show_checkpoint(tmp_path, tensors=False, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert "8 in 2 tensors, float32" in said
+    assert "mine" in said
 
 
 def test_verify_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,3 +116,7 @@ def test_what_is_no_run_is_said_with_status_2(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "checkpoints").mkdir()
     assert list_checkpoints(tmp_path, as_json=False) == 0
     assert "has no checkpoint yet" in capsys.readouterr().out
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
+    assert list_checkpoints(tmp_path, as_json=False) == 2
+    assert "unmounted, which is not there" in capsys.readouterr().err

@@ -273,7 +273,8 @@ def test_parameters_need_names_and_states_have_elements_or_none(tmp_path: Path) 
     plain = nn.Linear(2, 2)
     optimizer = ZeroOptimizer(plain.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
     with pytest.raises(
-        ValueError, match=r"parameter group0\.0 has no name of its own; call .*name_parameters"
+        ValueError,
+        match=r"parameter group0\.0 has no name of its own; before the optimizer .*name_parameters",
     ):
         save_checkpoint(tmp_path / "c", optimizer, world=Axis.single())
     named = ZeroOptimizer(nn.Linear(2, 2).named_parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)

@@ -228,12 +228,12 @@ def test_b097_all_ranks_decide_alike_whatever_each_can_see(original: Path, tmp_p
     lacking = str(spoiled(original, tmp_path / "lacking", Path.unlink))
     nothing = str(tmp_path / "nothing")
     for roots, ranks in (
-        ([whole, nothing, nothing, nothing], (1, 2, 3)),
-        ([whole, whole, whole, lacking], (3,)),
+        ([whole, nothing, nothing, nothing], "ranks 1, 2, 3"),
+        ([whole, whole, whole, lacking], "rank 3"),
     ):
         found = run_ranks(with_own_view, 4, roots, 0.0, timeout=60)
         assert len(set(found)) == 1
-        assert all((f"rank {rank}: " in found[0]) == (rank in ranks) for rank in range(4))
+        assert f"{ranks}: " in found[0]
         assert "cannot see it" in found[0]
     found = run_ranks(with_own_view, 4, [nothing, whole, whole, whole], 0.0, timeout=60)
     assert len(set(found)) == 1

@@ -1,11 +1,12 @@
-"""An end that all ranks come to together, for a reason that is a person's to know and no fault of the program.
+"""An end for a reason that is a person's to know and no fault of the program: a sentence, no traceback.
 
-A checkpoint that does not fit, a full disk: every rank has the same error at the same point, so none of them has to be
-killed, and a traceback would only hide the sentence that says what to do.
+A checkpoint that does not fit, one that cannot be written: every rank has the same error at the same point, so none of
+them has to be killed. A disk that is full when one rank writes its metrics ends the others as any failure does.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,4 +38,11 @@ def agreed_ends() -> Iterator[None]:
         raise AgreedEnd(
             MACHINE_UNFIT,
             f"{error}. The checkpoints before it are whole: make room, and the same command goes on from the newest",
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise AgreedEnd(
+            MACHINE_UNFIT,
+            f"no space left for {error.filename or 'the files of the run'}; make room, and start again",
         ) from error

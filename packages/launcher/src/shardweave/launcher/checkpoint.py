@@ -7,18 +7,22 @@ place in the data and its configuration, and the decision from which checkpoint 
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from shardweave.comm import broadcast_value, gather_values
 from shardweave.launcher._version import __version__
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.resumable import (
     Resumable,
+    RunValues,
+    changes_since,
     find_resumable,
     nothing_whole,
     plain_settings,
@@ -40,10 +44,11 @@ __all__ = ["resume", "save"]
 SUPERSEDED = ".superseded"
 
 
-def save(trainer: Trainer, root: Path, *, keep: int) -> Path:
+def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None] = warnings.warn) -> Path:
     """Writes a checkpoint of the step just done; every rank calls it. Returns its directory.
 
-    When this returns on rank 0 the checkpoint is whole and on disk, and all but the newest `keep` are deleted.
+    When this returns on rank 0 the checkpoint is whole and on disk, and all but the newest `keep` are deleted. `warn`
+    is told of one that could not be.
 
     Raises:
         CheckpointWriteError: the file system refused (full, read-only), the same on all ranks; nothing that was whole
@@ -68,7 +73,10 @@ def save(trainer: Trainer, root: Path, *, keep: int) -> Path:
         },
     )
     if trainer.mesh.world.is_first:
-        prune_checkpoints(root, keep)
+        try:
+            prune_checkpoints(root, keep)
+        except (OSError, CheckpointError) as error:
+            warn(f"warning: an old checkpoint could not be deleted: {error}")
     return path
 
 
@@ -82,21 +90,22 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
         ConfigError: for a checkpoint of another model, or when there are checkpoints and none can be read.
     """
     found = _found_by_all(trainer, root)
-    for text in found.told:
+    for text in found.passed:
         warn(f"warning: {text}")
     damaged: list[str] = []
     for path in found.paths:
         try:
-            values = load_checkpoint(path, trainer.parts.optimizer, world=trainer.mesh.world).values
+            loaded = load_checkpoint(path, trainer.parts.optimizer, world=trainer.mesh.world)
+            values = RunValues.model_validate(dict(loaded.values))
         except CheckpointMismatch as error:
             raise refused(f"checkpoint.resume: {error}") from None
-        except CheckpointError as error:
+        except (CheckpointError, ValidationError) as error:
             damaged.append(str(error))
             warn(f"warning: {path.name} is passed over: {error}")
             continue
-        for text in _data_changes(trainer, values["data"]):
+        for text in (*changes_since(trainer.config, path, values), *_data_changes(trainer, values.data)):
             warn(f"warning: {text}")
-        trainer.continue_from(int(values["step"]), int(values["samples"]))
+        trainer.continue_from(values.step, values.samples)
         _supersede(trainer, root, warn)
         return path
     if damaged:
@@ -116,18 +125,26 @@ def _found_by_all(trainer: Trainer, root: Path) -> Resumable:
     problem, plain = broadcast_value([problem, plain], world)
     if problem is not None:
         raise refused(problem)
-    seen = gather_values(max((step for step, _ in complete_checkpoints(root)), default=-1), world)
+    seen = gather_values(_newest_seen(root), world)
     if trainer.config.checkpoint.resume == "auto" and max(seen) > seen[0]:
         others = [world.ranks[position] for position, step in enumerate(seen) if step == max(seen)]
         raise refused(
             f"checkpoint.resume: ranks {others} see a checkpoint of step {max(seen)} in {root} and rank 0 does not; "
             "`run.dir` has to be one directory that all ranks share"
         )
-    return Resumable(tuple(Path(path) for path in plain["paths"]), plain["step"], tuple(plain["told"]))
+    return Resumable(tuple(Path(path) for path in plain["paths"]), plain["step"], tuple(plain["passed"]))
+
+
+def _newest_seen(root: Path) -> int:
+    """The step of the newest whole checkpoint that this rank sees; -1: none, or it cannot look."""
+    try:
+        return max((step for step, _ in complete_checkpoints(root)), default=-1)
+    except CheckpointError:
+        return -1
 
 
 def _supersede(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> None:
-    """Later checkpoints are of a course that is not continued: left in place, they would be taken for the newest."""
+    """Later checkpoints are damaged, or of a course that is not continued: in place, they would count as the newest."""
     if not trainer.mesh.world.is_first:
         return
     for step, path in complete_checkpoints(root):
@@ -138,7 +155,7 @@ def _supersede(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Non
                 number += 1
                 aside = path.with_name(f"{path.name}{SUPERSEDED}.{number}")
             path.rename(aside)
-            warn(f"warning: {path.name} is of a course that is not continued; it is now {aside}")
+            warn(f"warning: {path.name} lies after the checkpoint that is continued; it is now {aside}")
 
 
 def _data_changes(trainer: Trainer, then: Mapping[str, Any]) -> Sequence[str]:

@@ -42,7 +42,7 @@ def dry_run(request: Request) -> int:
         found = find_resumable(prepared.config, run.checkpoints)
     except ConfigError as error:
         return fail(error)
-    for warning in (*prepared.warnings, *found.told):
+    for warning in (*prepared.warnings, *found.passed, *found.changes):
         print(f"warning: {warning}", file=sys.stderr)
     rows = [*overview.header(), *overview.details()]
     start = f"from step {found.step}: {found.paths[0]}" if found.paths else "from the beginning"

@@ -56,7 +56,7 @@ class Failure:
             rank=first.rank,
             kind=_kind(first, fault),
             status=first.shell_status,
-            message=_ending(first) if fault is None else str(fault) if fault.type else fault.message,
+            message=_message(first, fault, directory),
             traceback="" if fault is None else fault.traceback,
             log=directory.log(first.rank),
             others=tuple(
@@ -117,7 +117,17 @@ def read_fault(path: Path) -> RankFault | None:
 def _kind(first: RankExit, fault: RankFault | None) -> Literal["exception", "agreed", "exit", "signal"]:
     if fault is not None:
         return "exception" if fault.type else "agreed"
+    if first.status == MACHINE_UNFIT:
+        return "agreed"
     return "signal" if first.status < 0 else "exit"
+
+
+def _message(first: RankExit, fault: RankFault | None, directory: RunDirectory) -> str:
+    if fault is not None:
+        return str(fault) if fault.type else fault.message
+    if first.status == MACHINE_UNFIT:  # a rank that could not leave its reason
+        return f"no space left in {directory.path}, not even to write down why; make room, and start again"
+    return _ending(first)
 
 
 def _ending(ended: RankExit) -> str:

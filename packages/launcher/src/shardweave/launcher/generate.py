@@ -46,7 +46,7 @@ def load_model(run: Path, checkpoint: Path) -> Transformer:
     """
     shape = transformer_config(load_config(run / "config.yaml"))
     weights = read_tensors(checkpoint)
-    dtype = next(iter(weights.values())).dtype
+    dtype = next((values.dtype for values in weights.values()), torch.float32)
     model = Transformer(shape, device="meta", dtype=dtype).to_empty(device="cpu")
     held = dict(model.named_parameters())
     if held.keys() != weights.keys() or any(held[name].shape != weights[name].shape for name in held):

@@ -83,5 +83,5 @@ def _train(request: Request, prepared: Prepared) -> Stop | None:
     if stop is not None:
         print(f"{stop}; {continuation(config, run)}", file=sys.stderr)
         return stop
-    show_rows(console, summary(run, time.monotonic() - began))
+    show_rows(console, summary(run, time.monotonic() - began, opened.step))
     return None

@@ -84,7 +84,7 @@ def _train(request: Request, zygote: Zygote) -> int:
     if outcome.failure is not None:
         errors.print(f"error: {outcome.failure}", markup=False)
     elif outcome.exit_code == 0:
-        show_rows(console, summary(run, time.monotonic() - began))
+        show_rows(console, summary(run, time.monotonic() - began, step))
     else:
         errors.print(f"{outcome.stopped}; {continuation(config, run)}", markup=False)
     return outcome.exit_code

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,9 @@ from rich.console import Console
 
 from shardweave.launcher.describe import fail
 from shardweave.launcher.display import show_rows
+from shardweave.launcher.layout import Layout
 from shardweave.launcher.problems import ConfigError, Problem
-from shardweave.launcher.resumable import values_of
+from shardweave.launcher.resumable import RunValues, values_of
 from shardweave.zero.checkpoint import (
     CheckpointError,
     Manifest,
@@ -28,6 +30,7 @@ from shardweave.zero.checkpoint import (
     parameter_names_of,
     read_manifest,
 )
+from shardweave.zero.checkpoint.folder import step_of, wrong_sizes
 
 __all__ = ["list_checkpoints", "show_checkpoint", "verify_checkpoints"]
 
@@ -40,17 +43,38 @@ class Entry:
 
     path: Path
     problem: str = ""
-    """Why it cannot be loaded, as far as its index tells; empty when it can."""
-    values: Mapping[str, Any] | None = None
+    """Why it cannot be loaded, as far as its index and the sizes of its files tell; empty when it can."""
+    values: RunValues | None = None
+    """What a run has written into it; None in one of a loop of somebody's own."""
     manifest: Manifest | None = None
 
     @classmethod
     def of(cls, path: Path) -> Entry:
-        """Reads the index."""
+        """Reads the index, and looks at the files."""
         try:
-            return cls(path, values=values_of(path), manifest=read_manifest(path))
+            manifest = read_manifest(path)
         except CheckpointError as error:
             return cls(path, problem=str(error))
+        problem = "; ".join(wrong_sizes(path, manifest))
+        if "config" not in manifest.values:
+            return cls(path, problem, manifest=manifest)
+        try:
+            return cls(path, problem, values_of(path, manifest), manifest)
+        except CheckpointError as error:
+            return cls(path, problem=str(error), manifest=manifest)
+
+    @property
+    def step(self) -> int | None:
+        """Of the run that wrote it, or by the directory's name."""
+        return self.values.step if self.values else step_of(self.path)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its writer has come to the end; also of one that nobody may look into."""
+        try:
+            return (self.path / "complete").exists()
+        except OSError:
+            return True
 
     @property
     def bytes(self) -> int:
@@ -62,7 +86,7 @@ def list_checkpoints(run: Path, *, as_json: bool) -> int:
     """A line for each checkpoint, oldest first, unfinished ones included; returns the exit status."""
     try:
         entries = [Entry.of(path) for path in _all(run)]
-    except ConfigError as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         return fail(error)
     if as_json:
         print(json.dumps([_summary(entry) for entry in entries]))
@@ -72,15 +96,11 @@ def list_checkpoints(run: Path, *, as_json: bool) -> int:
         return 0
     rows = [
         (
-            str(entry.values["step"]) if entry.values else "-",
+            "-" if entry.step is None else str(entry.step),
             _time(entry.path),
             _layout(entry.values) or "-",
             _size(entry.bytes) if entry.manifest else "-",
-            "unfinished"
-            if not (entry.path / "complete").exists()
-            else "damaged"
-            if entry.problem
-            else "whole",
+            "unfinished" if not entry.is_finished else "damaged" if entry.problem else "whole",
             str(entry.path),
         )
         for entry in entries
@@ -92,8 +112,8 @@ def list_checkpoints(run: Path, *, as_json: bool) -> int:
 def verify_checkpoints(run: Path, *, as_json: bool) -> int:
     """Reads every byte of every finished checkpoint; returns 1 when one is damaged."""
     try:
-        paths = [path for path in _all(run) if (path / "complete").exists()] or [_given(run)]
-    except ConfigError as error:
+        paths = [path for path in _all(run) if Entry(path).is_finished] or [_given(run)]
+    except (ConfigError, CheckpointError, OSError) as error:
         return fail(error)
     found = {str(path): _damage(path) for path in paths}
     if as_json:
@@ -109,32 +129,34 @@ def show_checkpoint(run: Path, *, tensors: bool, as_json: bool) -> int:
     """What is in the newest whole checkpoint, or in the one that is named."""
     try:
         entry = Entry.of(_newest(run))
-        if entry.manifest is None or entry.values is None:
+        if entry.manifest is None or entry.problem:
             raise CheckpointError(entry.problem)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         return fail(error)
-    if as_json:
-        print(
-            json.dumps({**_summary(entry), "values": dict(entry.values), "tensors": _shapes(entry.manifest)})
-        )
-        return 0
     manifest, values = entry.manifest, entry.values
+    if as_json:
+        shown = {"values": dict(manifest.values), "tensors": _shapes(manifest)}
+        print(json.dumps(_summary(entry) | shown))
+        return 0
     names = parameter_names_of(manifest)
     states = sorted({name.split("/")[0] for name in manifest.tensors if "/" in name} - {"random", "extra"})
     numel = sum(math.prod(manifest.tensors[name].shape) for name in names)
-    versions = values.get("versions", {})
     rows = [
         ("checkpoint", str(entry.path)),
-        ("step", f"{values['step']}, {values['samples']:,} samples taken"),
-        ("saved", f"{_time(entry.path)} on {_layout(values)}, loads on any layout"),
+        ("saved", f"{_time(entry.path)} by {manifest.ranks} ranks, loads on any layout"),
         ("parameters", f"{numel:,} in {len(names)} tensors, {_dtypes(manifest, names)}"),
         (
             "optimizer",
             f"{manifest.optimizer.get('kind')}: {', '.join([*states, *manifest.scalars]) or 'no state yet'}",
         ),
         ("size", f"{_size(entry.bytes)} in {len(manifest.files)} files"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
+    if values is None:
+        rows.append(("values", ", ".join(manifest.values) or "none"))
+    else:
+        rows.insert(1, ("step", f"{values.step}, {values.samples:,} samples taken"))
+        rows.insert(3, ("layout", f"{_layout(values)} when it was saved"))
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in values.versions.items())))
     show_rows(Console(highlight=False, soft_wrap=True), rows)
     if tensors:
         _print_columns(
@@ -157,6 +179,9 @@ def _print_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None
 
 def _damage(path: Path) -> list[str]:
     try:
+        manifest = read_manifest(path)
+        if "config" in manifest.values:
+            values_of(path, manifest)
         return damaged_files(path)
     except CheckpointError as error:
         return [str(error)]
@@ -173,7 +198,8 @@ def _all(path: Path) -> list[Path]:
     """Every checkpoint under a path, oldest first, with what is left of unfinished ones."""
     if (path / "index.json").exists():
         return [path]
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / "checkpoints" if os.path.lexists(path / "checkpoints") else path
+    complete_checkpoints(folder)  # says why it cannot be read
     if folder is path and (not path.is_dir() or not list(path.glob("*step-*"))):
         if (path / "config.yaml").exists():
             return []
@@ -190,7 +216,7 @@ def _all(path: Path) -> list[Path]:
 def _newest(path: Path) -> Path:
     if (path / "index.json").exists():
         return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / "checkpoints" if os.path.lexists(path / "checkpoints") else path
     whole = complete_checkpoints(folder)
     if not whole:
         raise ConfigError([Problem((), f"{path} has no whole checkpoint")])
@@ -200,8 +226,8 @@ def _newest(path: Path) -> Path:
 def _summary(entry: Entry) -> dict[str, Any]:
     return {
         "path": str(entry.path),
-        "step": entry.values["step"] if entry.values else None,
-        "layout": entry.values.get("layout") if entry.values else None,
+        "step": entry.step,
+        "layout": entry.values.layout if entry.values else None,
         "bytes": entry.bytes,
         "whole": not entry.problem,
         "problem": entry.problem or None,
@@ -218,11 +244,10 @@ def _dtypes(manifest: Manifest, names: list[str]) -> str:
     return ", ".join(sorted({manifest.tensors[name].dtype for name in names}))
 
 
-def _layout(values: Mapping[str, Any] | None) -> str:
-    sizes = values.get("layout") if values else None
-    return (
-        " × ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1 rank" if sizes else ""
-    )
+def _layout(values: RunValues | None) -> str:
+    sizes = values.layout if values else {}
+    axes = {"data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp"}
+    return str(Layout(**{name: sizes.get(axis, 1) for name, axis in axes.items()})) if sizes else ""
 
 
 def _size(number: int) -> str:
@@ -235,4 +260,4 @@ def _size(number: int) -> str:
 
 
 def _time(path: Path) -> str:
-    return datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.fromtimestamp(path.lstat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -33,9 +34,10 @@ def run_rank(entry: Entry, payload: Mapping[str, Any], errors: str) -> NoReturn:
         entry.resolve()(payload)
         shutdown(0)
     except AgreedEnd as end:
-        fault = RankFault.of(end)
-        write_fault(Path(errors), dataclasses.replace(fault, type="", traceback=""))
-        print(f"error: {end}", file=sys.stderr, flush=True)
+        fault = dataclasses.replace(RankFault.of(end), type="", traceback="")
+        with contextlib.suppress(OSError):  # a full disk does not take this either; the status says so
+            write_fault(Path(errors), fault)
+            print(f"error: {end}", file=sys.stderr, flush=True)
         sys.exit(end.status)
     except SystemExit as stop:
         if stop.code is not None and not isinstance(stop.code, int):

@@ -8,13 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
 from shardweave.launcher.changes import changed_settings
 from shardweave.launcher.config import Config
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import resolved
-from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_manifest
+from shardweave.zero.checkpoint import CheckpointError, Manifest, complete_checkpoints, read_manifest
+from shardweave.zero.checkpoint.folder import step_of
 
-__all__ = ["Resumable", "find_resumable", "plain_settings", "refused", "values_of"]
+__all__ = [
+    "Resumable",
+    "RunValues",
+    "changes_since",
+    "find_resumable",
+    "nothing_whole",
+    "plain_settings",
+    "refused",
+    "values_of",
+]
 
 _UNFINISHED = re.compile(r"\.?step-(\d{8,})(\.partial)?")
 
@@ -27,8 +39,10 @@ class Resumable:
     """Whole checkpoints, newest first: the first one that can be read on all ranks is taken."""
     step: int = 0
     """Of the first of them; 0: there is none."""
-    told: tuple[str, ...] = ()
-    """What a person should know: newer ones that were passed over, settings that have changed."""
+    passed: tuple[str, ...] = ()
+    """Newer ones that were passed over, and why."""
+    changes: tuple[str, ...] = ()
+    """Settings that have changed since the first of them."""
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
@@ -36,17 +50,51 @@ def plain_settings(config: Config) -> dict[str, Any]:
     return resolved(config).plain()
 
 
-def values_of(path: Path) -> dict[str, Any]:
-    """What the run has written into a checkpoint besides tensors.
+class RunValues(BaseModel):
+    """What a run writes into a checkpoint besides tensors."""
 
-    CheckpointError: it is not whole, or no checkpoint of a run.
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    step: NonNegativeInt
+    samples: NonNegativeInt
+    data: dict[str, Any]
+    """What tells one text from another."""
+    layout: dict[str, int]
+    config: dict[str, Any]
+    """Resolved."""
+    versions: dict[str, str]
+
+
+def values_of(path: Path, manifest: Manifest | None = None) -> RunValues:
+    """What the run has written into a checkpoint besides tensors. `manifest`: its index, when that was read already.
+
+    CheckpointError: it is not whole, no checkpoint of a run, or not the one that its directory is named after.
     """
-    values = dict(read_manifest(path).values)
-    if not {"step", "samples", "config", "data"} <= values.keys():
+    try:
+        values = RunValues.model_validate(dict((manifest or read_manifest(path)).values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path} is not a checkpoint of `shardweave train`: it has no step or no config"
-        )
+            f"{path} is not a checkpoint of `shardweave train`: {where}: {first['msg']}"
+        ) from None
+    if step_of(path) not in (None, values.step):
+        raise CheckpointError(f"{path} is of step {values.step}, not of the one that it is named after")
     return values
+
+
+def changes_since(config: Config, path: Path, values: RunValues) -> list[str]:
+    """What this run does in another way than the one that wrote the checkpoint, a phrase each.
+
+    ConfigError: it is of another model or optimizer.
+    """
+    not_here, told = changed_settings(values.config, plain_settings(config))
+    if not_here:
+        raise refused(
+            f"{path} is a checkpoint of another model or optimizer: {', '.join(not_here)}; use another run.name, or "
+            f"checkpoint.resume=never to start over"
+        )
+    return [f"changed since {path.name}: {text}" for text in told]
 
 
 def find_resumable(config: Config, root: Path) -> Resumable:
@@ -61,7 +109,10 @@ def find_resumable(config: Config, root: Path) -> Resumable:
     if wanted == "never":
         return Resumable()
     given = Path(os.path.expanduser(wanted))
-    candidates = _newest_first(root) if wanted == "auto" else _given(given)
+    try:
+        candidates = _newest_first(root) if wanted == "auto" else _given(given)
+    except CheckpointError as error:
+        raise refused(f"checkpoint.resume: {error}") from None
     damaged: list[str] = []
     while candidates:
         try:
@@ -70,12 +121,12 @@ def find_resumable(config: Config, root: Path) -> Resumable:
             damaged.append(str(error))
             del candidates[0]
             continue
-        told = _check_fits(config, candidates[0], values)
-        passed = _unfinished(root, values["step"]) if wanted == "auto" else []
-        return Resumable(tuple(candidates), values["step"], (*damaged, *passed, *told))
+        changes = changes_since(config, candidates[0], values)
+        unfinished = _unfinished(root, values.step) if wanted == "auto" else []
+        return Resumable(tuple(candidates), values.step, (*damaged, *unfinished), tuple(changes))
     if damaged:
         raise refused(nothing_whole(damaged))
-    return Resumable(told=tuple(_unfinished(root, 0) if wanted == "auto" else ()))
+    return Resumable(passed=tuple(_unfinished(root, 0) if wanted == "auto" else ()))
 
 
 def nothing_whole(damaged: list[str]) -> str:
@@ -118,13 +169,3 @@ def _unfinished(root: Path, after: int) -> list[str]:
         if match and path not in whole and int(match[1]) > after:
             found.append(f"{path} is passed over: it was never finished")
     return found
-
-
-def _check_fits(config: Config, path: Path, values: dict[str, Any]) -> list[str]:
-    not_here, told = changed_settings(values["config"], plain_settings(config))
-    if not_here:
-        raise refused(
-            f"{path} is a checkpoint of another model or optimizer: {', '.join(not_here)}; use another run.name, or "
-            f"checkpoint.resume=never to start over"
-        )
-    return [f"changed since {path.name}: {text}" for text in told]

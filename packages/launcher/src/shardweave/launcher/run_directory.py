@@ -28,8 +28,12 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces a file as a whole: a reader, or a crash, sees the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ from shardweave.zero.checkpoint import complete_checkpoints
 __all__ = ["continuation", "summary"]
 
 
-def summary(run: RunDirectory, seconds: float | None) -> Iterator[tuple[str, str]]:
-    """Labelled lines about a run that ended; `seconds`: how long this start took, None if it had nothing to do."""
+def summary(run: RunDirectory, seconds: float | None, start: int = 0) -> Iterator[tuple[str, str]]:
+    """Labelled lines about a run that ended; `seconds`: how long this start took, None if it had nothing to do.
+
+    `start`: the step that this start went on from.
+    """
     records = read_metrics(run.metrics)
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "validation_loss" in record]
@@ -22,6 +25,8 @@ def summary(run: RunDirectory, seconds: float | None) -> Iterator[tuple[str, str
     if steps:
         first, last = steps[0], steps[-1]
         took = "already complete" if seconds is None else f"in {_time(seconds)}"
+        if seconds is not None and start:
+            took = f"({last['step'] - start} now, {took})"
         text = f"{last['step']} steps {took}, loss {_short(first['loss'])} -> {_short(last['loss'])}"
         if evaluations:
             text += f", validation {_short(evaluations[-1]['validation_loss'])}"

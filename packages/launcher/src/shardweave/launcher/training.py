@@ -119,7 +119,12 @@ class Training:
             self._record({"step": self.trainer.step, "validation_loss": loss, "parameter_norm": norm})
 
     def _save(self) -> None:
-        path = save(self.trainer, self.run_directory.checkpoints, keep=self.config.checkpoint.keep)
+        path = save(
+            self.trainer,
+            self.run_directory.checkpoints,
+            keep=self.config.checkpoint.keep,
+            warn=self._say,
+        )
         self._saved = self.trainer.step
         self._say(f"saved {path}")
 

@@ -177,7 +177,7 @@ class Comparison:
         index: tuple[int, ...] = (),
         remark: str = "",
     ) -> None:
-        tolerance = tolerance_of(kind, self._config.precision)
+        tolerance = tolerance_of(kind, self._config.precision, self._step)
         self.differences.append(
             Difference(
                 kind, self._step, name, self._rank, relative, tolerance, scale, float(ours), float(reference), index,

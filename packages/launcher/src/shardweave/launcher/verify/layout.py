@@ -76,11 +76,11 @@ def verify_rank(config: Config, mesh: Mesh, capture: Capture, *, dataset: Datase
     comparison = Comparison(config, capture, mesh.world.rank)
     comparison.start(local_parameters(trainer.parts.module))
     norms: dict[int, str] = {}
-    tolerance = tolerance_of("norm", config.precision)
     for number, right in enumerate(capture.steps, start=1):
         with torch.enable_grad():
             result = trainer.train_step()
         comparison.step(result, watcher.take(), local_parameters(trainer.parts.module))
+        tolerance = tolerance_of("norm", config.precision, number)
         norms[number] = norm_remark(result.grad_norm, right.norm, right.gradients, tolerance)
     watcher.close()
     return explained(gather_report(config, mesh, comparison.differences, len(capture.steps)), norms)

@@ -117,8 +117,8 @@ def merge_groups(of_ranks: Iterable[Sequence[Mapping[str, Any]]]) -> tuple[Group
 def _check_name(name: str, problems: list[str]) -> None:
     if is_place(name):
         problems.append(
-            f"parameter {name} has no name of its own; call shardweave.comm.name_parameters(module), or give the "
-            f"optimizer module.named_parameters()"
+            f"parameter {name} has no name of its own; before the optimizer is built, call "
+            f"shardweave.comm.name_parameters(module), or give it module.named_parameters()"
         )
     elif "/" in name:
         problems.append(f"parameter {name}: '/' in a name means a state of the parameter in a checkpoint")

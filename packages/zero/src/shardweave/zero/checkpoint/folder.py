@@ -40,6 +40,7 @@ __all__ = [
     "recover",
     "step_of",
     "why_not_replaceable",
+    "wrong_sizes",
 ]
 
 MARKER = "complete"
@@ -94,23 +95,34 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.from_json(text, str(path / INDEX))
 
 
+def wrong_sizes(path: Path, manifest: Manifest) -> list[str]:
+    """Which files are missing or of another size than the index says, a sentence each: a quick look."""
+    found = []
+    for name, entry in sorted(manifest.files.items()):
+        file = path / name
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            found.append(f"{file} cannot be read: {error.strerror}")
+            continue
+        if size != entry.bytes:
+            found.append(f"{file} has {size} bytes and should have {entry.bytes}")
+    return found
+
+
 def damaged_files(path: Path) -> list[str]:
     """Reads a whole checkpoint and says what is wrong with it, a sentence a file; empty when nothing is.
 
     CheckpointError: the marker or the index itself is damaged or missing.
     """
     manifest = read_manifest(path)
-    found = []
-    for name, entry in sorted(manifest.files.items()):
-        file = path / name
+    found = wrong_sizes(path, manifest)
+    for name, entry in () if found else sorted(manifest.files.items()):
         try:
-            size = file.stat().st_size
-            if size != entry.bytes:
-                found.append(f"{file} has {size} bytes and should have {entry.bytes}")
-            elif describe_file(file).sha256 != entry.sha256:
-                found.append(f"{file} is damaged: its checksum is not the one in {INDEX}")
+            if describe_file(path / name).sha256 != entry.sha256:
+                found.append(f"{path / name} is damaged: its checksum is not the one in {INDEX}")
         except OSError as error:
-            found.append(f"{file} cannot be read: {error.strerror}")
+            found.append(f"{path / name} cannot be read: {error.strerror}")
     return found
 
 

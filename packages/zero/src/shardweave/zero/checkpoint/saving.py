@@ -106,11 +106,14 @@ def write(path: Path, tensors: PlacedTensors, rest: Manifest, world: Axis) -> No
 
 def failures(failed: CheckpointException, world: Axis) -> str:
     """What went wrong on which rank, in one sentence; for our own faults with where it was raised."""
-    texts = []
+    said: dict[str, list[int]] = {}
     for position, (error, trace) in sorted(failed.failures.items()):
         text = str(error) if isinstance(error, OSError | ValueError) else _full(error, trace)
-        texts.append(f"rank {world.ranks[position]}: {text}")
-    more = f"; and {len(texts) - 3} more ranks" if len(texts) > 3 else ""
+        said.setdefault(text, []).append(world.ranks[position])
+    texts = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
+    ]
+    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more
 
 
