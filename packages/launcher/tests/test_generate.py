@@ -72,4 +72,7 @@ def test_what_is_not_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "holds another model than" in capsys.readouterr().err
     (tmp_path / "run" / "checkpoints" / "step-00000002" / "rank-00000.safetensors").write_bytes(b"x")
     assert _sample(tmp_path / "run") == 2
-    assert "should have" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "should have" in said
+    assert "give an earlier checkpoint instead of the run: " in said
+    assert said.rstrip().endswith("checkpoints/step-00000001")

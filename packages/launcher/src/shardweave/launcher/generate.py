@@ -28,7 +28,9 @@ def generate_text(path: Path, prompt: str, *, tokens: int, temperature: float, s
         if not prompt:
             raise ConfigError([Problem((), "--prompt is empty; give at least one character to continue")])
         model = load_model(run, checkpoint)
-    except (ConfigError, CheckpointError) as error:
+    except CheckpointError as error:
+        return fail(CheckpointError(f"{error}{_others(path)}"))
+    except ConfigError as error:
         return fail(error)
     start = torch.from_numpy(words.encode(prompt).astype("int64")).unsqueeze(0)  # [1, s]
     generator = torch.Generator().manual_seed(seed)
@@ -55,6 +57,15 @@ def load_model(run: Path, checkpoint: Path) -> Transformer:
         for name, parameter in held.items():
             parameter.copy_(weights[name])
     return model.eval()
+
+
+def _others(path: Path) -> str:
+    """What else a run has, when its newest checkpoint cannot be read: a person decides, not a silent fall back."""
+    try:
+        older = [str(one) for _, one in complete_checkpoints(path / "checkpoints")[:-1]]
+    except CheckpointError:
+        return ""
+    return f"; give an earlier checkpoint instead of the run: {', '.join(reversed(older))}" if older else ""
 
 
 def _locate(path: Path) -> tuple[Path, Path]:
