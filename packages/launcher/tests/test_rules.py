@@ -97,7 +97,6 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
         (("zero", "max_live_parameters"), 1000),
         (("zero", "keep_gathered"), 100),
         (("zero", "replicas"), 2),
-        (("precision",), "fp16"),
         (("recompute",), "full"),
         (("recompute",), {"every": 2}),
         (("recompute",), {"operations": ["attention"]}),

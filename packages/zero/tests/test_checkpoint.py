@@ -110,7 +110,7 @@ def gathered(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, Tensor]:
     }
 
 
-LAYOUTS = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (1, 2, 0), (2, 2, 1), (1, 4, 2), (4, 1, 2), (2, 2, 0), (3, 2, 1)]
+LAYOUTS = [(1, 1, 0), (3, 1, 2), (2, 1, 0), (2, 2, 1), (1, 4, 2), (3, 2, 1)]
 """(data, tensor, stage)"""
 
 

@@ -170,7 +170,8 @@ def open_run(overview: Overview) -> OpenRun:
             lock.release()
             lock = _locked(run)
     except OSError as error:
-        raise MachineError(f"the run directory {run.path} cannot be written: {error.strerror}") from None
+        what = "written" if run.path.exists() else "made"
+        raise MachineError(f"the run directory {run.path} cannot be {what}: {error.strerror}") from None
     except RunLockedError as error:
         raise MachineError(str(error)) from None
     if not os.access(run.path, os.W_OK):
