@@ -101,9 +101,10 @@ class Layout:
     def micro(self) -> int:
         """A micro-batch size that gives two micro-batches, or four in a pipeline, as far as eight samples go.
 
-        It differs between layouts on purpose: what is trained must not depend on it.
+        Half as many at stages 0 and 2: it differs between layouts on purpose, as what is trained must not depend on it.
         """
-        return max(1, 8 // (self.data * (4 if self.pipeline > 1 else 2)))
+        several = 2 if self.stage == 1 else 1
+        return max(1, 8 // (self.data * several * (2 if self.pipeline > 1 else 1)))
 
     def __str__(self) -> str:
         tensor = f"tp{self.tensor}{'+sp' if self.sequence else ''}"
