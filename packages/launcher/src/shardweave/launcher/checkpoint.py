@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from shardweave.comm import broadcast_value, gather_values
 from shardweave.launcher._version import __version__
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.resumable import (
     Resumable,
-    RunValues,
     changes_since,
     find_resumable,
     nothing_whole,
     plain_settings,
     refused,
+    values_of,
 )
 from shardweave.launcher.trainer import Trainer
 from shardweave.zero.checkpoint import (
@@ -96,10 +95,10 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
     for path in found.paths:
         try:
             loaded = load_checkpoint(path, trainer.parts.optimizer, world=trainer.mesh.world)
-            values = RunValues.model_validate(dict(loaded.values))
+            values = values_of(path, loaded.values)
         except CheckpointMismatch as error:
             raise refused(f"checkpoint.resume: {error}") from None
-        except (CheckpointError, ValidationError) as error:
+        except CheckpointError as error:
             damaged.append(str(error))
             warn(f"warning: {path.name} is passed over: {error}")
             continue

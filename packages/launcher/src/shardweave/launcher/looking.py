@@ -20,6 +20,7 @@ from rich.console import Console
 from shardweave.launcher.describe import fail
 from shardweave.launcher.display import show_rows
 from shardweave.launcher.layout import Layout
+from shardweave.launcher.overview import bytes_text
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.resumable import RunValues, values_of
 from shardweave.zero.checkpoint import (
@@ -59,7 +60,7 @@ class Entry:
         if "config" not in manifest.values:
             return cls(path, problem, manifest=manifest)
         try:
-            return cls(path, problem, values_of(path, manifest), manifest)
+            return cls(path, problem, values_of(path, manifest.values), manifest)
         except CheckpointError as error:
             return cls(path, problem=str(error), manifest=manifest)
 
@@ -99,7 +100,7 @@ def list_checkpoints(run: Path, *, as_json: bool) -> int:
             "-" if entry.step is None else str(entry.step),
             _time(entry.path),
             _layout(entry.values) or "-",
-            _size(entry.bytes) if entry.manifest else "-",
+            bytes_text(entry.bytes) if entry.manifest else "-",
             "unfinished" if not entry.is_finished else "damaged" if entry.problem else "whole",
             str(entry.path),
         )
@@ -149,7 +150,7 @@ def show_checkpoint(run: Path, *, tensors: bool, as_json: bool) -> int:
             "optimizer",
             f"{manifest.optimizer.get('kind')}: {', '.join([*states, *manifest.scalars]) or 'no state yet'}",
         ),
-        ("size", f"{_size(entry.bytes)} in {len(manifest.files)} files"),
+        ("size", f"{bytes_text(entry.bytes)} in {len(manifest.files)} files"),
     ]
     if values is None:
         rows.append(("values", ", ".join(manifest.values) or "none"))
@@ -181,7 +182,7 @@ def _damage(path: Path) -> list[str]:
     try:
         manifest = read_manifest(path)
         if "config" in manifest.values:
-            values_of(path, manifest)
+            values_of(path, manifest.values)
         return damaged_files(path)
     except CheckpointError as error:
         return [str(error)]
@@ -248,15 +249,6 @@ def _layout(values: RunValues | None) -> str:
     sizes = values.layout if values else {}
     axes = {"data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp"}
     return str(Layout(**{name: sizes.get(axis, 1) for name, axis in axes.items()})) if sizes else ""
-
-
-def _size(number: int) -> str:
-    value, unit = float(number), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
 def _time(path: Path) -> str:

@@ -26,7 +26,7 @@ from shardweave.models import (
 )
 from shardweave.pipeline import schedule
 
-__all__ = ["Overview"]
+__all__ = ["Overview", "bytes_text"]
 
 _SHOWN = 16
 """Replicas and tensor ranks of a stage that the dry run lists."""
@@ -107,7 +107,7 @@ class Overview:
             "data",
             f"{config.data.source}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}",
         )
-        yield "memory", f"about {_bytes(self.largest.total)} on the fullest rank ({_kinds(self.largest)})"
+        yield "memory", f"about {bytes_text(self.largest.total)} on the fullest rank ({_kinds(self.largest)})"
 
     def details(self) -> Iterator[tuple[str, str]]:
         """What a dry run adds: who is where and holds what."""
@@ -125,7 +125,7 @@ class Overview:
                 yield "", f"... and so on to dp {layout.data - 1}"
             for rank, use in enumerate(self.memory[stage][:_SHOWN]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
-                yield "", f"{who}{_bytes(use.total)} ({_kinds(use)})"
+                yield "", f"{who}{bytes_text(use.total)} ({_kinds(use)})"
         work = flops(self.shape, batch=self.plan.global_batch)
         yield (
             "work",
@@ -167,7 +167,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """A number of bytes for a person: ``9.55 MiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1024 and len(units) > 1:
         count /= 1024
@@ -177,4 +178,4 @@ def _bytes(count: float) -> str:
 
 def _kinds(use: MemoryUse) -> str:
     kinds = ("parameters", "gradients", "optimizer", "activations")
-    return ", ".join(f"{kind} {_bytes(getattr(use, kind))}" for kind in kinds)
+    return ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds)

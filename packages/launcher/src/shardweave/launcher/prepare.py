@@ -19,7 +19,7 @@ from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
-from shardweave.launcher.overview import Overview
+from shardweave.launcher.overview import Overview, bytes_text
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import Loaded, read_config
 from shardweave.launcher.request import Request
@@ -128,7 +128,7 @@ def _check_room(overview: Overview) -> None:
     free = usage.free
     if usage.total and free < needed:
         raise MachineError(
-            f"{place} has {free / 2**30:.2f} GiB free and one checkpoint takes {needed / 2**30:.2f} GiB; free some "
+            f"{place} has {bytes_text(free)} free and one checkpoint takes {bytes_text(needed)}; free some "
             "space, or use another run.dir or checkpoint.every=0"
         )
 

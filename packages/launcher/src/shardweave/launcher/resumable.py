@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from shardweave.launcher.changes import changed_settings
 from shardweave.launcher.config import Config
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import resolved
-from shardweave.zero.checkpoint import CheckpointError, Manifest, complete_checkpoints, read_manifest
+from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_manifest
 from shardweave.zero.checkpoint.folder import step_of
 
 __all__ = [
@@ -65,22 +66,22 @@ class RunValues(BaseModel):
     versions: dict[str, str]
 
 
-def values_of(path: Path, manifest: Manifest | None = None) -> RunValues:
-    """What the run has written into a checkpoint besides tensors. `manifest`: its index, when that was read already.
+def values_of(path: Path, values: Mapping[str, Any] | None = None) -> RunValues:
+    """What the run has written into a checkpoint besides tensors. `values`: of its index, when that was read already.
 
     CheckpointError: it is not whole, no checkpoint of a run, or not the one that its directory is named after.
     """
     try:
-        values = RunValues.model_validate(dict((manifest or read_manifest(path)).values))
+        found = RunValues.model_validate(dict(read_manifest(path).values if values is None else values))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
             f"{path} is not a checkpoint of `shardweave train`: {where}: {first['msg']}"
         ) from None
-    if step_of(path) not in (None, values.step):
-        raise CheckpointError(f"{path} is of step {values.step}, not of the one that it is named after")
-    return values
+    if step_of(path) not in (None, found.step):
+        raise CheckpointError(f"{path} is of step {found.step}, not of the one that it is named after")
+    return found
 
 
 def changes_since(config: Config, path: Path, values: RunValues) -> list[str]:

@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from shardweave.comm import Mesh, all_gather
+from shardweave.comm import Mesh, gather_values
 from shardweave.launcher.assembly import layout_of_mesh
 from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.config import Config
@@ -138,23 +136,15 @@ class Training:
             self._reporter.message(text)
 
     def _write_ranks(self) -> None:
-        """ranks.json, from what every rank says of itself: pid and host name in a row of fixed length."""
-        host = socket.gethostname().encode()[:120].ljust(120, b"\0")
-        mine = torch.tensor([[*os.getpid().to_bytes(8, "big"), *host]], dtype=torch.uint8)
-        accelerator = torch.accelerator.current_accelerator()
-        rows = all_gather(mine if accelerator is None else mine.to(accelerator), self._mesh.world).tolist()
+        """ranks.json, from what every rank says of itself."""
+        told = gather_values({"pid": os.getpid(), "host": socket.gethostname()}, self._mesh.world)
         if not self._mesh.world.is_first:
             return
         layout = layout_of_mesh(self._mesh)
         self.run_directory.write_ranks(
             [
-                {
-                    "rank": rank,
-                    "pid": int.from_bytes(bytes(row[:8]), "big"),
-                    "host": bytes(row[8:]).rstrip(b"\0").decode("utf-8", "replace"),
-                    "coordinates": layout.coordinates(rank),
-                }
-                for rank, row in enumerate(rows)
+                {"rank": rank, **of_rank, "coordinates": layout.coordinates(rank)}
+                for rank, of_rank in enumerate(told)
             ]
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardweave.comm import Rectangle, full_index, sharding_of
+from shardweave.comm import part_rectangles, sharding_of
 
 from ..groups import is_place
 from ..optimizer import ZeroOptimizer
@@ -139,9 +139,8 @@ def _add_scalar(found: Contents, piece: ShardPiece, key: str, value: Any) -> Non
 
 def placed_frozen(parameter: Tensor) -> Placed:
     """A frozen parameter: this rank's part of it, the same on every data rank."""
-    where = full_index(parameter)
-    rectangle = Rectangle(tuple(one.start for one in where), tuple(parameter.shape))
-    blocks = ((rectangle, parameter.detach()),) if parameter.numel() else ()
+    rectangles = part_rectangles(parameter, 0, parameter.numel())  # one, or none without elements
+    blocks = tuple((rectangle, parameter.detach()) for rectangle in rectangles)
     return Placed(sharding_of(parameter).shape, parameter.dtype, blocks)
 
 

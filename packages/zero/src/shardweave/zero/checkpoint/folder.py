@@ -36,6 +36,7 @@ __all__ = [
     "header_crc32",
     "partial_path",
     "prune_checkpoints",
+    "read_index",
     "read_manifest",
     "recover",
     "step_of",
@@ -82,6 +83,11 @@ def read_manifest(path: Path) -> Manifest:
 
     CheckpointError: there is no marker, or the index is not the one that the marker vouches for.
     """
+    return Manifest.from_json(read_index(path), str(path / INDEX))
+
+
+def read_index(path: Path) -> bytes:
+    """The text of a whole checkpoint's index; errors as :func:`read_manifest`."""
     try:
         marker, text = (path / MARKER).read_bytes(), (path / INDEX).read_bytes()
     except OSError as error:
@@ -92,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path / INDEX} is damaged, or {path / MARKER} is: the one is not the checksum of the other"
         )
-    return Manifest.from_json(text, str(path / INDEX))
+    return text
 
 
 def wrong_sizes(path: Path, manifest: Manifest) -> list[str]:

@@ -94,13 +94,13 @@ def read_manifest_together(path: Path, world: Axis) -> Manifest:
     if world.is_first:
         try:
             folder.recover(path)
-            text = folder.read_manifest(path).to_json().decode()
+            text = folder.read_index(path).decode(errors="surrogateescape")
         except (CheckpointError, OSError) as error:
             problem = str(error)
     text, problem = broadcast_value([text, problem], world)
     if problem is not None:
         raise CheckpointError(problem)
-    return Manifest.from_json(str(text).encode(), str(path))
+    return Manifest.from_json(str(text).encode(errors="surrogateescape"), str(path / folder.INDEX))
 
 
 def _agree(

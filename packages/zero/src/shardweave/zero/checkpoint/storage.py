@@ -16,6 +16,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +102,7 @@ class Writer(StorageWriter):
             tensors[name] = TensorEntry(
                 tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."), chunks
             )
-        rest = self._rest
-        manifest = Manifest(
-            tensors=tensors,
-            files=files,
-            scalars=rest.scalars,
-            groups=rest.groups,
-            optimizer=rest.optimizer,
-            ranks=rest.ranks,
-            values=rest.values,
-        )
-        folder.commit(self._path, manifest)
+        folder.commit(self._path, replace(self._rest, tensors=tensors, files=files))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name = rank_file(self._rank)
@@ -197,9 +188,7 @@ class Reader(StorageReader):
         return entry, entry.chunks[position]
 
     def _check_file(self, name: str, deadline: float) -> None:
-        file, entry = self._path / name, self._manifest.files.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self._path} has chunks in {name}, which its index does not list")
+        file, entry = self._path / name, self._manifest.files[name]  # an index lists the files of its chunks
         while not file.is_file():
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{file} is missing, or this rank cannot see it")
