@@ -10,13 +10,11 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardweave.launcher.exit_status import MACHINE_UNFIT, USAGE_ERROR
 from shardweave.launcher.problems import ConfigError
 from shardweave.zero.checkpoint import CheckpointWriteError
 
 __all__ = ["AgreedEnd", "agreed_ends"]
-
-USAGE_ERROR = 2
-MACHINE_UNFIT = 3
 
 
 class AgreedEnd(Exception):

@@ -13,12 +13,10 @@ from pathlib import Path
 import click
 
 from shardweave.launcher._version import __version__
+from shardweave.launcher.exit_status import INTERRUPTED, USAGE_ERROR
 from shardweave.launcher.request import Request
 
 __all__ = ["main"]
-
-USAGE_ERROR = 2
-INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

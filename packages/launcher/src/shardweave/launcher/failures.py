@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from shardweave.comm.zygote import RankExit, RankFault, first_fault, signal_name
+from shardweave.launcher.exit_status import MACHINE_UNFIT
 from shardweave.launcher.run_directory import RunDirectory, write_atomically
 
 __all__ = ["Failure", "Outcome", "error_file", "read_fault", "write_fault"]
-
-MACHINE_UNFIT = 3
 
 
 @dataclass(frozen=True)

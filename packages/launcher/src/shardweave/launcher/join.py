@@ -18,6 +18,7 @@ from shardweave import comm
 from shardweave.launcher.agreed_end import AgreedEnd, agreed_ends
 from shardweave.launcher.describe import say_once
 from shardweave.launcher.display import make_display, show_rows
+from shardweave.launcher.exit_status import MACHINE_UNFIT
 from shardweave.launcher.prepare import MachineError, Prepared, open_run, prepare
 from shardweave.launcher.rank import train
 from shardweave.launcher.request import Request
@@ -27,8 +28,6 @@ from shardweave.launcher.summary import continuation, summary
 from shardweave.launcher.training import Reporter
 
 __all__ = ["train_joined"]
-
-MACHINE_UNFIT = 3
 
 
 def train_joined(request: Request) -> NoReturn:

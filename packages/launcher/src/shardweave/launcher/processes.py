@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardweave.comm.zygote import Entry, EntryError, Zygote, ZygoteError
 from shardweave.launcher.agent import Job, LocalAgent
-from shardweave.launcher.failures import MACHINE_UNFIT, Failure, Outcome
+from shardweave.launcher.exit_status import MACHINE_UNFIT
+from shardweave.launcher.failures import Failure, Outcome
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stop_watch import StopWatch

@@ -44,14 +44,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 
 from shardweave.comm import Axis, all_reduce
 from shardweave.comm.zygote import signal_name
+from shardweave.launcher.exit_status import STOPPED
 
 __all__ = ["STOPPED", "STOP_SIGNALS", "Stop", "StopBoard", "Stopping", "ignored"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Those that ask a run to stop."""
-
-STOPPED = 75
-"""Exit status of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # imported when the zygote runs
 
 __all__ = ["with_zygote"]
 
-MACHINE_UNFIT = 3
 _MODULES = ("numpy", "shardweave.launcher.rank_entry")
 
 
@@ -29,6 +28,7 @@ def with_zygote(modules: Sequence[str], work: Callable[[Zygote], int]) -> int:
     zygote = Zygote.start((*PRELOAD, *_MODULES, *modules))
     try:
         from shardweave.launcher.describe import fail
+        from shardweave.launcher.exit_status import MACHINE_UNFIT
         from shardweave.launcher.prepare import MachineError
         from shardweave.launcher.problems import ConfigError
 

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardweave.comm import Axis, all_gather, all_reduce, counts_here
+from shardweave.comm import Axis, all_reduce, counts_here, gather_values
 
 from .unit import Unit
 
 __all__ = ["NormRanges", "Summary", "clip_coefficient", "describe_broken", "scale_gradients", "square_sum"]
 
 _ROW = 256
-_TEXT = 512
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,10 @@ def scale_gradients(units: Iterable[Unit], coefficient: float) -> None:
                 unit.shard.gradient.mul_(coefficient)
 
 
-def describe_broken(units: Sequence[Unit], data: Axis, model: Axis, device: torch.device) -> str:
+def describe_broken(units: Sequence[Unit], data: Axis, model: Axis) -> str:
     """Which parameter has a gradient that is not finite; the same text on every rank, all of them call it."""
-    text = _first_broken(units, data.ranks[data.rank]).encode()[:_TEXT]
-    row = torch.zeros(1, _TEXT, dtype=torch.uint8)
-    row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = all_gather(all_gather(row.to(device), data), model).cpu()
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    mine = _first_broken(units, data.ranks[data.rank])
+    texts = [text for of_data in gather_values(gather_values(mine, data), model) for text in of_data]
     return next((text for text in texts if text), "the global norm is not finite")
 
 

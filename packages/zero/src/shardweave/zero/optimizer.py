@@ -441,7 +441,7 @@ class ZeroOptimizer(Optimizer):
         if not broken or self._options.nonfinite == "ignore":
             return False
         if self._options.nonfinite == "stop" and not self._scaler.can_back_off:
-            found = describe_broken(self._units, self._data, self._model, self._device)
+            found = describe_broken(self._units, self._data, self._model)
             at = f" at the smallest loss scale, {self.loss_scale:g}" if self._options.loss_scale else ""
             raise FloatingPointError(f"{found}{at}; no parameter was changed")
         self.skipped += 1

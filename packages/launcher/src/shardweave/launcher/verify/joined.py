@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardweave import comm
 from shardweave.launcher.describe import say_once
+from shardweave.launcher.exit_status import USAGE_ERROR
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.request import Request
 from shardweave.launcher.verify.options import Options
@@ -20,8 +21,6 @@ from shardweave.launcher.verify.report import Report
 from shardweave.launcher.verify.show import PARTED, answer_text, show_answer, show_question
 
 __all__ = ["verify_joined"]
-
-USAGE_ERROR = 2
 
 
 def verify_joined(request: Request, options: Options) -> NoReturn:

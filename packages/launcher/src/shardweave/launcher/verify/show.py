@@ -10,14 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardweave.launcher.display import show_rows
+from shardweave.launcher.exit_status import PARTED
 from shardweave.launcher.verify.places import Kind, phrase
 from shardweave.launcher.verify.question import Question
 from shardweave.launcher.verify.report import Report
 
 __all__ = ["PARTED", "answer_text", "show_answer", "show_question"]
-
-PARTED = 4
-"""The command's status when the layout is not the training run of one process."""
 
 _HEADER = ("model", "layout", "batch", "data")
 _FOLLOWING = 5
