@@ -10,6 +10,8 @@ Two ways, both with real processes and real gloo over the loopback device::
 Ranks are forked by a zygote (:mod:`shardweave.comm.zygote`) that starts with pytest. A hang ends at the
 timeout with the stack of every rank that was still running; a failure shows the traceback of the rank that
 failed first, not of those that lost their peer.
+
+With :mod:`.hosts` the ranks are spread over several hosts, whose links have a chosen rate and delay.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..zygote import Entry, RankFault
+from .hosts import Host
 
 __all__ = ["STACK_SIGNAL", "BodyOrder", "Report", "rank_body", "stack_file"]
 
@@ -37,6 +38,8 @@ class BodyOrder:
     """Holds the store and the stack files; private to this group."""
     timeout: float
     """Of collectives, in seconds."""
+    host: Host | None = None
+    """Where the rank runs; None: where it was forked."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ def rank_body(channel: int, order: BodyOrder) -> NoReturn:
         store = dist.FileStore(path, order.size)  # type: ignore[attr-defined] # torch lacks the __all__ entry
         status = 0
         try:
+            if order.host is not None:
+                order.host.enter()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the test may have made errors of them: of its own ones
                 init(timeout=order.timeout, store=store, rank=order.rank, world_size=order.size)

@@ -16,6 +16,7 @@ from typing import Any
 from ..zygote import PRELOAD, Entry, RankExit, RankFault, RankGroup, Zygote
 from .body import STACK_SIGNAL, BodyOrder, Report, rank_body, stack_file
 from .errors import RankError
+from .hosts import INTERFACE, Hosts, Place, place
 
 __all__ = ["end_zygote", "run_entry", "run_ranks", "warm_zygote"]
 
@@ -27,7 +28,12 @@ _PRELOAD_IF_THERE = ("numpy", "pytest")
 
 
 def run_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60.0,
+    hosts: Hosts | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
     """Calls ``function(*args, **kwargs)`` on each of ``ranks`` new ranks; returns the results by rank.
 
@@ -35,18 +41,27 @@ def run_ranks(
     loopback device. The function must be defined at the top of a module (or be a test method); arguments and
     results are pickled. stdout and stderr go where this process's go.
 
+    ``hosts``: a running bench; its hosts get equal, contiguous parts of the ranks, which meet over its links.
+
     RankError: a rank failed; its text holds the traceback of the first that did. Or the ranks did not end
     within ``timeout`` seconds; it then holds the stacks of those still running. No process is left either way.
     """
-    return run_entry(Entry.of(function), ranks, args, kwargs, timeout=timeout)
+    return run_entry(Entry.of(function), ranks, args, kwargs, timeout=timeout, hosts=hosts)
 
 
 def run_entry(
-    entry: Entry, ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, timeout: float
+    entry: Entry,
+    ranks: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    timeout: float,
+    hosts: Hosts | None = None,
 ) -> list[Any]:
     """:func:`run_ranks` for a function by name."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a test needs at least one rank")
+    places = [place(rank, ranks, 1 if hosts is None else len(hosts)) for rank in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="shardweave-ranks-") as directory:
         orders = [
             BodyOrder(
@@ -57,13 +72,17 @@ def run_entry(
                 size=ranks,
                 directory=directory,
                 timeout=max(0.8 * timeout, timeout - 3.0),  # a collective that waits in vain fails by itself
+                host=None if hosts is None else hosts[places[rank].host],
             )
             for rank in range(ranks)
         ]
         group = warm_zygote().spawn(
             Entry.of(rank_body),
             [(order,) for order in orders],
-            environment=[_environment(rank, ranks) for rank in range(ranks)],
+            environment=[
+                _environment(rank, ranks, places[rank], None if hosts is None else INTERFACE)
+                for rank in range(ranks)
+            ],
             imports=(entry,),
             channels=True,
         )
@@ -94,15 +113,17 @@ def _shared() -> Zygote:
     return Zygote.start((*_PRELOAD, *there))
 
 
-def _environment(rank: int, size: int) -> dict[str, str]:
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
+def _environment(rank: int, size: int, place: Place, interface: str | None) -> dict[str, str]:
+    if interface is None:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
         # gloo looks up the host's name otherwise, which is slow or wrong on many machines
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+        "GLOO_SOCKET_IFNAME": interface,
     }
 
 

@@ -1,4 +1,5 @@
-"""The pytest marker ``@pytest.mark.ranks(n, timeout=60)``: the body of the test runs on ``n`` ranks.
+"""The pytest markers ``ranks(n, timeout=60)``: the body of the test runs on ``n`` ranks; and beside it
+``hosts(n, rate=...)``: on ranks that are spread over ``n`` hosts.
 
 pytest sets the fixtures up in its own process, once; what the test asks for is pickled and handed to every
 rank (``tmp_path``, parametrized values, data). The zygote starts before the tests are collected, while this
@@ -7,8 +8,10 @@ process has only imported: a fork of one that has run a parallel region would ha
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import pytest
 from ..zygote import Entry, EntryError
 from .errors import RankError
 from .harness import end_zygote, run_entry, warm_zygote
+from .hosts import Hosts, HostsUnavailable
 
 __all__ = ["pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
 
@@ -23,10 +27,15 @@ _MARKER = (
     "ranks(n, timeout=60): run the test's body on n ranks, each a process with torch.distributed initialised "
     "(gloo, loopback); fails with the first failing rank's traceback, or after timeout seconds"
 )
+_HOSTS_MARKER = (
+    "hosts(n, rate=None, delay_ms=0, loss=0, mtu=9000): beside ranks: spread the ranks over n hosts, network "
+    "namespaces with links between them; skipped, with the reason, where the machine cannot"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
+    config.addinivalue_line("markers", _HOSTS_MARKER)
     if not (config.option.help or config.option.collectonly):
         warm_zygote()
 
@@ -39,10 +48,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a marked test on its ranks instead of here."""
     marker = pyfuncitem.get_closest_marker("ranks")
+    on_hosts = pyfuncitem.get_closest_marker("hosts")
     if marker is None:
+        if on_hosts is not None:
+            pytest.fail("@pytest.mark.hosts(n) spreads ranks: add @pytest.mark.ranks(m)", pytrace=False)
         return None
     number, timeout = _read_marker(*marker.args, **marker.kwargs)
-    error = _outcome(pyfuncitem, number, timeout)
+    with _bench(on_hosts) as hosts:
+        error = _outcome(pyfuncitem, number, timeout, hosts)
     if isinstance(error, RankError) and error.fault is not None and error.fault.type == "Skipped":
         pytest.skip(error.fault.message)
     if error is not None:
@@ -50,10 +63,25 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _outcome(item: pytest.Function, ranks: int, timeout: float) -> RankError | EntryError | None:
+@contextlib.contextmanager
+def _bench(marker: pytest.Mark | None) -> Iterator[Hosts | None]:
+    """The hosts that a test asks for; skips the test where there can be none."""
+    with contextlib.ExitStack() as stack:
+        hosts = None if marker is None else Hosts(*marker.args, **marker.kwargs)
+        try:
+            if hosts is not None:
+                stack.enter_context(hosts)
+        except HostsUnavailable as reason:
+            pytest.skip(str(reason))
+        yield hosts
+
+
+def _outcome(
+    item: pytest.Function, ranks: int, timeout: float, hosts: Hosts | None
+) -> RankError | EntryError | None:
     fixtures = _fixtures(item)
     try:
-        run_entry(_entry(item), ranks, (), fixtures, timeout=timeout)
+        run_entry(_entry(item), ranks, (), fixtures, timeout=timeout, hosts=hosts)
     except (RankError, EntryError) as error:
         return error
     return None
