@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardweave import comm
-from shardweave.comm import Mesh, mesh_ranks
+from shardweave.comm import Mesh, Topology, mesh_ranks
 
 SHAPE = {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
 
@@ -110,7 +110,7 @@ def test_the_timeout_holds_for_messages_too() -> None:
 
 @pytest.mark.ranks(4)
 def test_links_are_classified_by_node() -> None:
-    mesh = Mesh(dp=2, tp=2, ranks_per_node=2)
+    mesh = Mesh(dp=2, tp=2, topology=Topology.told(4, 2))
     assert (mesh.tp.link, mesh.dp.link, mesh.world.link) == ("node", "network", "network")
     assert [mesh.coordinates[name] for name in ("pp", "dp", "cp", "tp")] == [
         list(point) for point in product(range(1), range(2), range(1), range(2))

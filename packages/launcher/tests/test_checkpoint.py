@@ -56,7 +56,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path: Path
         ({"dp": 2, "pp": 2}, ["model.dropout=0.1"]),
         ({"dp": 4}, ["zero.stage=0", "precision=fp64", "optimizer.name=sgd"]),
     ):
-        mesh, config = Mesh(**sizes), _config(*overrides)
+        mesh, config = Mesh.of(sizes), _config(*overrides)
         root = tmp_path / "-".join(sizes)
         whole = Trainer(config, mesh, dataset=_dataset())
         expected = [whole.train_step().loss for _ in range(3)]
@@ -79,7 +79,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path: Path
 @pytest.mark.ranks(4, timeout=120)
 def test_weights_put_together_are_those_of_the_ranks(tmp_path: Path) -> None:
     for number, sizes in enumerate(({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2})):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         trainer = Trainer(_config("model.vocab=257", "model.ffn=33"), mesh, dataset=_dataset())
         trainer.train_step()
         path = save(trainer, tmp_path / str(number), keep=1)

@@ -41,7 +41,7 @@ def watched(folder: str, sizes: Sequence[dict[str, int]], stops: Sequence[int], 
 
     ``stops``: after which steps the run is saved and everything is built anew; ``sizes``: the meshes, in turn.
     """
-    meshes = [Mesh(**one) for one in sizes]
+    meshes = [Mesh.of(one) for one in sizes]
     mesh = meshes[0]
     trainer = build(mesh)
     seen: Seen = []

@@ -88,7 +88,7 @@ def test_b123_reports_and_parameters_are_those_of_one_process_in_every_layout() 
         reference = Trainer(config, _single(), dataset=_dataset(44, 4))
         expected = [reference.train_step() for _ in range(2)]
         for sizes in ({"dp": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
-            mesh = Mesh(**sizes)
+            mesh = Mesh.of(sizes)
             trainer = Trainer(config, mesh, dataset=_dataset(44, 4))
             results = [trainer.train_step() for _ in range(2)]
             for got, want in zip(results, expected, strict=True):
@@ -144,7 +144,7 @@ def _compare_masked(mesh: Mesh, valid: Sequence[int], *, micro: int) -> StepResu
 def test_b015_b017_short_micro_batches_and_ranks_do_not_weigh_more() -> None:
     _compare_masked(_single(), [3, 1], micro=1)
     for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         _compare_masked(mesh, [7, 1], micro=1)
         _compare_masked(mesh, [1, 8, 3, 2], micro=1)
         mesh.close()
@@ -177,7 +177,7 @@ class _FixedLoss:
 def test_b020_the_reported_loss_is_the_global_mean_on_every_rank() -> None:
     """Two micro-batches with losses 1 and 3 on dp 0, 5 and 7 on dp 1: 4.0, not the last, nor one rank's."""
     for sizes in ({"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         trainer = Trainer(_config("batch.global=4"), mesh, dataset=_dataset())
         for stage in trainer.parts.pipeline.stages.values():
             stage._loss = _FixedLoss([1.0, 5.0, 3.0, 7.0])  # visits 0, 1, 2, 3 are dealt 0 | 1 | 0 | 1
@@ -244,7 +244,7 @@ def test_fp16_trains_alike_in_every_layout_and_the_loss_falls() -> None:
     assert [result.loss_scale for pair in expected for result in pair] == [2.0**16, None] * 8
     assert expected[-1][0].loss < expected[0][0].loss
     for sizes in ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         trainer = Trainer(config, mesh, dataset=_dataset())
         assert {parameter.dtype for parameter in trainer.parts.module.parameters()} == {torch.float16}
         for pair in expected:
@@ -261,7 +261,7 @@ def test_fp16_finds_its_scale_on_all_ranks_together() -> None:
     """From a scale at which every gradient overflows; what is reported is the loss itself."""
     config = _config("precision=fp16", "zero.stage=2")
     for sizes in ({"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         trainer = Trainer(config, mesh, dataset=_dataset())
         first = trainer.full_parameters()
         trainer.parts.optimizer.load_loss_scale_state({"scale": 2.0**26, "clean_steps": 0})

@@ -409,7 +409,7 @@ def draw(own: torch.Generator) -> list[float]:
 
 
 def streams(path: str, sizes: dict[str, int], save: bool) -> tuple[list[float], list[float]]:
-    mesh = Mesh(**sizes)
+    mesh = Mesh.of(sizes)
     rank = mesh.world.rank
     random.seed(rank)
     np.random.seed(rank)

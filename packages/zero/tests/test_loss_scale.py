@@ -243,7 +243,7 @@ def test_b053_all_ranks_skip_and_halve_the_scale() -> None:
     """Infinity in one element on rank 2 at step 2, on dp4, tp4, pp4 and dp2 x tp2: 2^15 everywhere afterwards."""
     for sizes in ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"dp": 2, "tp": 2}):
         for stage in STAGES:
-            mesh = Mesh(**sizes)
+            mesh = Mesh.of(sizes)
             rank = mesh.world.rank
             weight = nn.Parameter(torch.ones(5, dtype=FP16))
             if mesh.pp.size > 1:

@@ -176,7 +176,7 @@ def test_b053_every_rank_skips_when_one_has_infinity() -> None:
     for sizes in ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"dp": 2, "tp": 2}):
         for stage in STAGES:
             for value in (math.inf, -math.inf, math.nan):
-                mesh = Mesh(**sizes)
+                mesh = Mesh.of(sizes)
                 rank = mesh.world.rank
                 weight, copy = parameter([1.0] * 5), parameter([1.0] * 3)
                 if mesh.pp.size > 1:

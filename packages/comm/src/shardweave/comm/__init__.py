@@ -20,6 +20,7 @@ testing                 :func:`shardweave.comm.testing.run_ranks`, ``@pytest.mar
 
 from __future__ import annotations
 
+from . import costs
 from ._version import __version__
 from .autograd import (
     copy_to,
@@ -44,9 +45,14 @@ from .collectives import (
     start_broadcast,
     start_reduce_scatter,
 )
+from .costs import Fabric
 from .gradients import clip_gradients, gradient_norm, sum_partial_gradients
+from .grid import mesh_ranks
 from .ledger import Ledger, LedgerKey, Traffic
-from .mesh import Mesh, mesh_ranks
+from .ledger_table import ledger_dict, ledger_table
+from .links import ASSUMED, Link, Links
+from .mesh import Mesh
+from .options import CommOptions
 from .p2p import Message, exchange, receive, send, start_receive, start_send
 from .partition import split_range, split_sizes
 from .pending import Pending
@@ -70,14 +76,20 @@ from .sharding import (
     set_sharding,
     sharding_of,
 )
+from .topology import Topology
 from .values import broadcast_value, gather_values
 
 __all__ = [
+    "ASSUMED",
     "Axis",
+    "CommOptions",
     "DropoutStreams",
+    "Fabric",
     "GradientWork",
     "Ledger",
     "LedgerKey",
+    "Link",
+    "Links",
     "Mesh",
     "Message",
     "Pending",
@@ -85,6 +97,7 @@ __all__ = [
     "Sharding",
     "Split",
     "Subscription",
+    "Topology",
     "Traffic",
     "WeightGradients",
     "__version__",
@@ -97,6 +110,7 @@ __all__ = [
     "clip_gradients",
     "combine_keys",
     "copy_to",
+    "costs",
     "counts_here",
     "exchange",
     "exchange_between",
@@ -110,6 +124,8 @@ __all__ = [
     "init",
     "keyed_dropout",
     "keyed_uniform",
+    "ledger_dict",
+    "ledger_table",
     "mesh_ranks",
     "name_parameters",
     "named_generator",

@@ -8,7 +8,7 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
     all_reduce       backend            small: gather and add, or         small: gather and add
                                         doubling for 8, 16, ... ranks     else reduce-scatter
                                         else backend, or, for 16-bit      + all-gather by sends
-                                        floats and many ranks,
+                                        floats and many ranks of a node,
                                         reduce-scatter + all-gather
     reduce_scatter   backend            two ranks: sends and an add       sends + local sum
                                         else all-to-all + local sum
@@ -16,7 +16,9 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
     all_to_all       backend            backend                           sends
     broadcast        backend            backend                           sends
 
-The local sum adds in one fixed order, in float32 or wider, whatever arrives first: the same bits on every run.
+The local sum adds in one fixed order, in float32 or wider, whatever arrives first: the same bits on every run. A mean
+divides that sum before it is rounded: the sum of float16 gradients may overflow where their mean does not, and dividing
+first would lose the smallest ones.
 
 [Note: Nothing is owed between launch and wait]
     Doubling, and reduce-scatter + all-gather, have several rounds, and a round begins when the one before
@@ -24,6 +26,8 @@ The local sum adds in one fixed order, in float32 or wider, whatever arrives fir
     would begin in the caller's ``wait``, at another moment on each rank, and two ranks that stand in ``wait``
     while their peers stand in a collective of another axis wait for each other for ever. So what is
     asynchronous goes in one round: gather and add, or the backend's own.
+
+An axis over several nodes has a further choice, see ``two_level.py``.
 
 Buffers come in contiguous, with the dimension that is cut in front; outputs are written in place.
 """
@@ -40,8 +44,18 @@ from torch import Tensor
 from .axis import Axis
 from .p2p import MAX_TAG, post
 from .partition import split_sizes
+from .stream import StreamWork
+from .wires import NOTHING, Sent, along_tree, to_each, to_neighbour, to_peer
 
-__all__ = ["Steps", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+__all__ = [
+    "Steps",
+    "all_gather",
+    "all_gather_parts",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+]
 
 _GATHER, _SCATTER, _BROADCAST, _DOUBLE = range(4)
 
@@ -52,36 +66,62 @@ _RING_RANKS = 4
 """Up to this many ranks gloo's own ring all-reduce is at least as fast as the composed one, and gathering
 as fast as doubling: 16 KiB over 8 ranks on 2 cores take 9.8 ms gathered and 5.2 ms doubled."""
 
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_INTO: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_INTO: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass
 class Steps:
     """A collective under way: wait for ``works``, then call ``finish``."""
 
-    works: list[dist.Work]
-    sent: int
+    works: Sequence[StreamWork]
+    sent: Sent
     """Bytes this rank puts on the wire."""
     finish: Callable[[], None] = field(default=lambda: None)
 
+    def run(self) -> Sent:
+        """Waits and finishes at once; what was sent."""
+        for work in self.works:
+            work.wait()
+        self.finish()
+        return self.sent
+
 
 def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
-    """In place on ``buffer``. ``op``: sum, max or min. ``blocking``: it is waited for at once."""
+    """In place on ``buffer``. ``op``: sum, mean, max or min. ``blocking``: it is waited for at once."""
     size = buffer.numel() * buffer.element_size()
     if axis.virtual or not _native(buffer):
-        if size * axis.size <= _SMALL or op != "sum":
+        if size * axis.size <= _SMALL or op not in ("sum", "mean"):
             if blocking and not axis.virtual and axis.size > _RING_RANKS and axis.size.bit_count() == 1:
                 return _double(buffer, axis, op)
             return _gather_and_combine(buffer, axis, op)
-        if blocking and (axis.virtual or _narrow(buffer) or axis.size > _RING_RANKS):
-            return _scatter_and_gather(buffer, axis)
+        # Direct sends: quick inside a node, but they cross a network G times as often as a ring, G ranks a node.
+        direct = axis.link == "node" and (_narrow(buffer) or axis.size > _RING_RANKS)
+        if blocking and (axis.virtual or direct):
+            return _scatter_and_gather(buffer, axis, op)
         if axis.virtual:
             return _gather_and_combine(buffer, axis, op)
         if _narrow(buffer):
-            return _widen(buffer, axis)
+            return _widen(buffer, axis, op)
+    elif op == "mean" and buffer.dtype == torch.float16:
+        return _widen(buffer, axis, op)
     work = dist.all_reduce(buffer, _REDUCE[op], axis.group, async_op=True)
-    return Steps([_checked(work, axis)], 2 * (axis.size - 1) * size // axis.size)
+
+    def finish() -> None:
+        if op == "mean":
+            buffer.div_(axis.size)
+
+    return Steps([_checked(work, axis)], to_neighbour(axis, 2 * (axis.size - 1) * size // axis.size), finish)
 
 
 def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axis) -> Steps:
@@ -91,7 +131,12 @@ def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axi
     even = len(set(lengths)) == 1
     if _native(mine) and even and not axis.virtual:
         work = dist.all_gather_single(gathered, mine, axis.group, async_op=True)
-        return Steps([_checked(work, axis)], (axis.size - 1) * size)
+        return Steps([_checked(work, axis)], to_neighbour(axis, (axis.size - 1) * size))
+    return all_gather_parts(mine, parts, axis)
+
+
+def all_gather_parts(mine: Tensor, parts: Sequence[Tensor], axis: Axis) -> Steps:
+    """Fills ``parts[i]``, contiguous, with what position i has; ``mine`` may be ``parts[axis.rank]``."""
     own = parts[axis.rank]
     if own.data_ptr() != mine.data_ptr() and own.numel():
         own.copy_(mine)
@@ -100,22 +145,23 @@ def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axi
         operations.append(("receive", parts[peer], peer, _tag(axis, _GATHER)))
         operations.append(("send", mine, peer, _tag(axis, _GATHER)))
     works = post(axis, [operation for operation in operations if operation[1].numel()])
-    return Steps(works, (axis.size - 1) * size)
+    return Steps(works, to_each(axis, mine.numel() * mine.element_size()))
 
 
 def reduce_scatter(
-    whole: Tensor, out: Tensor | None, lengths: Sequence[int], axis: Axis
+    whole: Tensor, out: Tensor | None, lengths: Sequence[int], axis: Axis, op: str = "sum"
 ) -> tuple[Steps, Tensor]:
-    """The sum of all ranks' ``whole``, of which this rank gets its part along dim 0, in ``out`` if given."""
+    """The sum or mean of all ranks' ``whole``, of which this rank gets its part along dim 0, in ``out`` if given."""
     result = whole.new_empty((lengths[axis.rank], *whole.shape[1:])) if out is None else out
     parts = torch.split(whole, list(lengths))
-    sent = sum(parts[peer].numel() for peer in _others(axis)) * whole.element_size()
     even = len(set(lengths)) == 1
     if _native(whole) and even and not axis.virtual and result.dtype == whole.dtype:
-        work = dist.reduce_scatter_single(result, whole, dist.ReduceOp.SUM, axis.group, async_op=True)
-        return Steps([_checked(work, axis)], sent), result
+        return _native_reduce_scatter(whole, result, axis, op), result
+    sent = NOTHING
+    for peer in _others(axis):
+        sent += to_peer(axis, peer, parts[peer].numel() * whole.element_size())
     if axis.size == 2:
-        return _swap_and_add(parts, result, axis, sent), result
+        return _swap_and_add(parts, result, axis, sent, op), result
     received = whole.new_empty((axis.size, lengths[axis.rank], *whole.shape[1:]))
     if axis.virtual or whole.numel() == 0:
         works = _exchange_parts(parts, received, axis)
@@ -129,12 +175,12 @@ def reduce_scatter(
             async_op=True,
         )
         works = [_checked(work, axis)]
-    return Steps(works, sent, lambda: _combine(received, result, "sum")), result
+    return Steps(works, sent, lambda: _combine(received, result, op)), result
 
 
 def all_to_all(parts: Tensor, received: Tensor, axis: Axis) -> Steps:
     """``parts[i]`` goes to rank i, ``received[i]`` comes from it."""
-    sent = parts[0].numel() * parts.element_size() * (axis.size - 1)
+    sent = to_each(axis, parts[0].numel() * parts.element_size())
     if axis.virtual or parts.numel() == 0:
         return Steps(_exchange_parts(list(parts), received, axis), sent)
     work = dist.all_to_all_single(received, parts, group=axis.group, async_op=True)
@@ -144,13 +190,30 @@ def all_to_all(parts: Tensor, received: Tensor, axis: Axis) -> Steps:
 def broadcast(buffer: Tensor, axis: Axis, source: int) -> Steps:
     """In place on ``buffer``, from position ``source``."""
     size = buffer.numel() * buffer.element_size()
-    sent = size * (axis.size - 1) if axis.rank == source else 0
     if not axis.virtual:
         work = dist.broadcast(buffer, axis.ranks[source], axis.group, async_op=True)
-        return Steps([_checked(work, axis)], sent)
+        return Steps([_checked(work, axis)], along_tree(axis, source, size))
     if axis.rank != source:
-        return Steps(post(axis, [("receive", buffer, source, _tag(axis, _BROADCAST))]), 0)
-    return Steps(post(axis, [("send", buffer, peer, _tag(axis, _BROADCAST)) for peer in _others(axis)]), sent)
+        return Steps(post(axis, [("receive", buffer, source, _tag(axis, _BROADCAST))]), NOTHING)
+    works = post(axis, [("send", buffer, peer, _tag(axis, _BROADCAST)) for peer in _others(axis)])
+    return Steps(works, to_each(axis, size))
+
+
+def _native_reduce_scatter(whole: Tensor, out: Tensor, axis: Axis, op: str) -> Steps:
+    """The backend's own, of float16 means in float32."""
+    wide = op == "mean" and whole.dtype == torch.float16
+    source = whole.float() if wide else whole
+    result = torch.empty_like(out, dtype=torch.float32) if wide else out
+    work = dist.reduce_scatter_single(result, source, dist.ReduceOp.SUM, axis.group, async_op=True)
+
+    def finish() -> None:
+        if op == "mean":
+            result.div_(axis.size)
+        if result is not out:
+            out.copy_(result)
+
+    size = source.numel() * source.element_size()
+    return Steps([_checked(work, axis)], to_neighbour(axis, (axis.size - 1) * size // axis.size), finish)
 
 
 def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
@@ -186,16 +249,21 @@ def _double(buffer: Tensor, axis: Axis, op: str) -> Steps:
             for work in post(axis, operations):
                 work.wait()
             _INTO[op](mine, theirs, out=mine)
+        if op == "mean":
+            mine.div_(axis.size)
         if mine is not buffer:
             buffer.copy_(mine)
 
-    return Steps([], len(distances) * mine.numel() * mine.element_size(), finish)
+    sent = NOTHING
+    for distance in distances:
+        sent += to_peer(axis, axis.rank ^ distance, mine.numel() * mine.element_size())
+    return Steps([], sent, finish)
 
 
-def _widen(buffer: Tensor, axis: Axis) -> Steps:
-    """The backend's sum of 16-bit floats, taken in float32: its own would round at every hop."""
+def _widen(buffer: Tensor, axis: Axis, op: str) -> Steps:
+    """The backend's sum or mean of 16-bit floats, taken in float32: its own would round at every hop."""
     wide = buffer.float()
-    steps = all_reduce(wide, axis, "sum", blocking=False)
+    steps = all_reduce(wide, axis, op, blocking=False)
 
     def finish() -> None:
         steps.finish()
@@ -204,24 +272,22 @@ def _widen(buffer: Tensor, axis: Axis) -> Steps:
     return Steps(steps.works, steps.sent, finish)
 
 
-def _scatter_and_gather(buffer: Tensor, axis: Axis) -> Steps:
+def _scatter_and_gather(buffer: Tensor, axis: Axis, op: str) -> Steps:
     """Each rank adds up its part, then the sums are gathered. The second half runs in ``finish``."""
     flat = buffer.view(-1)
     lengths = split_sizes(flat.numel(), axis.size)
-    scatter, reduced = reduce_scatter(flat, None, lengths, axis)
+    scatter, reduced = reduce_scatter(flat, None, lengths, axis, op)
     mine = torch.split(flat, list(lengths))[axis.rank]
-    sent_later = mine.numel() * mine.element_size() * (axis.size - 1)
+    sent_later = to_each(axis, mine.numel() * mine.element_size())
 
     def finish() -> None:
         scatter.finish()
-        gather = all_gather(reduced, flat, lengths, axis)
-        for work in gather.works:
-            work.wait()
+        all_gather(reduced, flat, lengths, axis).run()
 
     return Steps(scatter.works, scatter.sent + sent_later, finish)
 
 
-def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: int) -> Steps:
+def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: Sent, op: str) -> Steps:
     """Reduce-scatter of two ranks: each sends one part and adds what it gets to the other."""
     mine, peer = parts[axis.rank], 1 - axis.rank
     theirs = torch.empty_like(mine)
@@ -234,9 +300,12 @@ def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: int) -
     def finish() -> None:
         if mine.dtype == out.dtype and not _narrow(mine):
             torch.add(mine, theirs, out=out)
+            if op == "mean":
+                out.div_(2)
         else:
             wide = torch.promote_types(out.dtype, torch.float32) if _narrow(mine) else out.dtype
-            out.copy_(mine.to(wide) + theirs.to(wide))
+            total = mine.to(wide) + theirs.to(wide)
+            out.copy_(total.div_(2) if op == "mean" else total)
 
     return Steps(works, sent, finish)
 
@@ -251,15 +320,18 @@ def _exchange_parts(parts: Sequence[Tensor], received: Tensor, axis: Axis) -> li
 
 
 def _combine(parts: Tensor, out: Tensor, op: str) -> None:
-    """``parts[0] op parts[1] op ...`` into ``out``: sums in float32 or wider, rounded once."""
+    """``parts[0] op parts[1] op ...`` into ``out``: sums and means in float32 or wider, rounded once."""
     if op == "max":
         torch.amax(parts, 0, out=out)
     elif op == "min":
         torch.amin(parts, 0, out=out)
     elif _narrow(parts):
-        out.copy_(torch.sum(parts, 0, dtype=torch.promote_types(out.dtype, torch.float32)))
+        total = torch.sum(parts, 0, dtype=torch.promote_types(out.dtype, torch.float32))
+        out.copy_(total.div_(parts.shape[0]) if op == "mean" else total)
     else:
         torch.sum(parts, 0, dtype=out.dtype, out=out)
+        if op == "mean":
+            out.div_(parts.shape[0])
 
 
 def _others(axis: Axis) -> list[int]:

@@ -15,13 +15,18 @@ all: every collective on it is the identity, and one process runs the same code 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch.distributed as dist
 
 from .ledger import Ledger
+
+if TYPE_CHECKING:
+    from .background import Background
+    from .guards import Guard
 
 __all__ = ["Axis"]
 
@@ -46,10 +51,14 @@ class Axis:
     """Where its communication is counted; the axes of a mesh share one."""
     factors: tuple[Axis, ...] = ()
     """The axes a derived axis is the product of, slowest first; empty for a plain one."""
-    link: str = "node"
-    """``node`` when all ranks are in one node, else ``network``."""
+    nodes: tuple[int, ...] = ()
+    """The node that each position is on; empty: all on one."""
     virtual: bool = False
     """Whether ``group`` holds further ranks. See [Note: Axes without a group of their own]."""
+    background: Background | None = None
+    """What runs beside the computation, and in two levels, where the mesh prepared it."""
+    guard: Guard | None = None
+    """What tells hangs and disagreements in words; the axes of a mesh share one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.ranks):
@@ -58,6 +67,10 @@ class Axis:
             )
         if len(self.ranks) > 1 and self.group is None:
             raise ValueError(f"axis {self.name!r} has {len(self.ranks)} ranks and so needs a process group")
+        if self.nodes and len(self.nodes) != len(self.ranks):
+            raise ValueError(
+                f"axis {self.name!r}: {len(self.nodes)} nodes are given for {len(self.ranks)} positions"
+            )
 
     @classmethod
     def single(cls, name: str = "single") -> Axis:
@@ -78,6 +91,25 @@ class Axis:
     def is_last(self) -> bool:
         """Whether this process is the axis' last rank."""
         return self.rank == self.size - 1
+
+    @cached_property
+    def link(self) -> str:
+        """``node`` when all ranks are in one node, else ``network``."""
+        return "network" if len(set(self.nodes)) > 1 else "node"
+
+    @cached_property
+    def num_far(self) -> int:
+        """Ranks that are on other nodes than this one."""
+        return sum(self.is_far(position) for position in range(self.size))
+
+    def is_far(self, position: int) -> bool:
+        """Whether a position is on another node than this rank."""
+        return bool(self.nodes) and self.nodes[position] != self.nodes[self.rank]
+
+    @cached_property
+    def members(self) -> str:
+        """``ranks`` as text, as a key that is hashed once."""
+        return ",".join(map(str, self.ranks))
 
     @cached_property
     def channel(self) -> int:
@@ -103,9 +135,25 @@ class Axis:
             rank=list(positions).index(self.rank),
             group=self.group if len(positions) > 1 else None,
             ledger=self.ledger,
-            link=self.link,
+            nodes=tuple(self.nodes[position] for position in positions) if self.nodes else (),
             virtual=True,
+            guard=self.guard,
         )
+
+    def beside(self, positions: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
+        """The axis over some positions, this rank's among them, with a process group of its own."""
+        return Axis(
+            name=self.name,
+            ranks=tuple(self.ranks[position] for position in positions),
+            rank=list(positions).index(self.rank),
+            group=group,
+            ledger=self.ledger,
+            nodes=tuple(self.nodes[position] for position in positions) if self.nodes else (),
+        )
+
+    def with_background(self, background: Background) -> Axis:
+        """This axis, prepared for communication beside the computation."""
+        return replace(self, background=background)
 
     def blocks(self, size: int) -> Axis:
         """The block of ``size`` consecutive positions that this rank is in, as an axis.

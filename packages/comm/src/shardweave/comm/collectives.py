@@ -7,8 +7,8 @@ depend on timing, an axis of one rank costs nothing, and every byte is in the le
 Each collective comes twice: ``all_reduce`` waits, ``start_all_reduce`` returns a :class:`Pending` whose
 ``wait`` gives the result. All members of the axis make the same calls in the same order.
 
-How they are composed on gloo, and on axes without a group of their own (measured on torch 2.13, see
-``algorithms.py``), is decided in ``algorithms.py``; here are the shapes and the books.
+How they are composed on gloo, and on axes without a group of their own (measured on torch 2.13), is decided in
+``algorithms.py``, and how they go in two levels over several nodes in ``two_level.py``; here are the shapes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import algorithms
+from . import algorithms, two_level
 from .axis import Axis
-from .ledger import Traffic
+from .background import Background
+from .books import recorder
 from .p2p import contiguous_like
 from .pending import Pending
 
@@ -45,7 +46,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Combines ``tensor`` over the ranks of the axis, **in place**, and returns it.
 
     Every rank ends with the same bits. ``op``: ``sum``, ``mean``, ``max`` or ``min``; ``mean`` needs a
-    floating-point tensor and divides after the sum.
+    floating-point tensor and divides the sum, which 16-bit floats take in float32, before rounding it.
     """
     return _all_reduce(tensor, axis, op, blocking=True).wait()
 
@@ -63,17 +64,19 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
     buffer = contiguous_like(data)
     if buffer is not data:
         buffer.copy_(data)
-    steps = algorithms.all_reduce(buffer, axis, "sum" if op == "mean" else op, blocking=blocking)
+    background = _in_two_levels("all_reduce", axis, buffer) if op in ("sum", "mean") else None
+    if background is not None:
+        steps = two_level.all_reduce(buffer, background, op)
+    else:
+        steps = algorithms.all_reduce(buffer, axis, op, blocking=blocking)
 
     def finish() -> Tensor:
         steps.finish()
-        if op == "mean":
-            buffer.div_(axis.size)
         if buffer is not data:
             data.copy_(buffer)
         return tensor
 
-    return _counted("all_reduce", axis, steps, finish, tensor.numel(), tensor.element_size())
+    return _counted("all_reduce", axis, steps, finish, tensor)
 
 
 def all_gather(
@@ -110,7 +113,12 @@ def start_all_gather(
     front = [sum(lengths), *shape[:dim], *shape[dim + 1 :]]
     gathered = result if direct else tensor.new_empty(front)
     mine = tensor.detach() if direct else tensor.detach().movedim(dim, 0)
-    steps = algorithms.all_gather(mine.contiguous(), gathered, lengths, axis)
+    mine = mine.contiguous()
+    background = _in_two_levels("all_gather", axis, gathered) if len(set(lengths)) == 1 else None
+    if background is not None:
+        steps = two_level.all_gather(mine, gathered, background)
+    else:
+        steps = algorithms.all_gather(mine, gathered, lengths, axis)
 
     def finish() -> Tensor:
         steps.finish()
@@ -118,7 +126,7 @@ def start_all_gather(
             result.copy_(gathered.movedim(0, dim))
         return result
 
-    return _counted("all_gather", axis, steps, finish, result.numel(), tensor.element_size())
+    return _counted("all_gather", axis, steps, finish, tensor, elements=result.numel())
 
 
 def reduce_scatter(
@@ -169,17 +177,21 @@ def start_reduce_scatter(
         if result.data_ptr() != tensor.data_ptr() or result.numel() == 0:
             result.copy_(tensor.detach())
         return Pending.ready(result)
-    steps, reduced = algorithms.reduce_scatter(
-        tensor.detach().movedim(dim, 0).contiguous(), result if dim == 0 else None, lengths, axis
-    )
+    whole = tensor.detach().movedim(dim, 0).contiguous()
+    reduced = result if dim == 0 else result.new_empty((lengths[axis.rank], *whole.shape[1:]))
+    background = _in_two_levels("reduce_scatter", axis, whole) if len(set(lengths)) == 1 else None
+    if background is not None:
+        steps = two_level.reduce_scatter(whole, reduced, background, op)
+    else:
+        steps, _ = algorithms.reduce_scatter(whole, reduced, lengths, axis, op)
 
     def finish() -> Tensor:
         steps.finish()
         if reduced is not result:
             result.copy_(reduced.movedim(0, dim))
-        return result.div_(axis.size) if op == "mean" else result
+        return result
 
-    return _counted("reduce_scatter", axis, steps, finish, tensor.numel(), tensor.element_size())
+    return _counted("reduce_scatter", axis, steps, finish, tensor)
 
 
 def all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
@@ -209,7 +221,7 @@ def start_all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: 
         steps.finish()
         return torch.cat(received.unbind(0), concat_dim)
 
-    return _counted("all_to_all", axis, steps, finish, tensor.numel(), tensor.element_size())
+    return _counted("all_to_all", axis, steps, finish, tensor)
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -235,7 +247,7 @@ def start_broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending[Tens
             data.copy_(buffer)
         return tensor
 
-    return _counted("broadcast", axis, steps, finish, tensor.numel(), tensor.element_size())
+    return _counted("broadcast", axis, steps, finish, tensor)
 
 
 def barrier(axis: Axis) -> None:
@@ -249,10 +261,21 @@ def _device(axis: Axis) -> torch.device:
 
 
 def _counted(
-    kind: str, axis: Axis, steps: algorithms.Steps, finish: Callable[[], Tensor], elements: int, width: int
+    kind: str,
+    axis: Axis,
+    steps: algorithms.Steps,
+    finish: Callable[[], Tensor],
+    tensor: Tensor,
+    *,
+    elements: int | None = None,
 ) -> Pending[Tensor]:
-    traffic = Traffic(1, elements, elements * width, steps.sent)
-    return Pending(steps.works, finish, axis=axis, kind=kind, traffic=traffic)
+    count = tensor.numel() if elements is None else elements
+    return Pending(steps.works, finish, record=recorder(axis, kind, tensor, count, lambda: steps.sent))
+
+
+def _in_two_levels(kind: str, axis: Axis, whole: Tensor) -> Background | None:
+    size = whole.numel() * whole.element_size()
+    return two_level.background_for(axis, kind, size) if size else None
 
 
 def _check_operation(name: str, tensor: Tensor, op: str, allowed: Sequence[str] = OPERATIONS) -> None:

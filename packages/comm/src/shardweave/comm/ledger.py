@@ -12,11 +12,16 @@ What the columns mean, for one call over an axis of ``n`` ranks::
     all_gather       the gathered result                     (n-1) times this rank's part
     reduce_scatter   the whole input                         all but this rank's own part
     all_to_all       the whole input                         all but this rank's own part
-    broadcast        the tensor                              the tensor once per other rank, on the source only
+    broadcast        the tensor                              the tensor once per child in the tree
     send / receive   the tensor                              the tensor / 0
 
 ``bytes`` is what papers count (ZeRO's 2Ψ is Ψ reduce-scattered plus Ψ all-gathered), ``sent`` is what a
 network card sees.
+
+[Note: Two links, one call]
+    A collective over an axis that spans nodes sends some bytes inside the node and some between nodes. Its calls, sizes
+    and seconds are in the entry of its slowest link, once; the entry of the other link has only what was sent there.
+    So sums over links are right, and ``sent`` of ``network`` is what the node's network card sent for this rank.
 """
 
 from __future__ import annotations
@@ -36,7 +41,10 @@ class LedgerKey:
     kind: str
     """The collective: ``all_reduce``, ``all_gather``, ``send``, ..."""
     link: str
-    """Link class of the axis: ``node`` (inside a node) or ``network`` (between nodes)."""
+    """Link class that bytes went over: ``node`` (inside a node) or ``network`` (between nodes). See [Note: Two links,
+    one call]."""
+    dtype: str = ""
+    """What was sent, as torch calls it: ``float32``, ``bfloat16``, ``uint8`` for packed codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,37 +81,77 @@ class Ledger:
     """Counts the communication of one rank. A mesh has one, and all its axes share it."""
 
     def __init__(self) -> None:
-        self._entries: dict[LedgerKey, Traffic] = {}
+        self._entries: dict[LedgerKey, _Sums] = {}
 
     def record(self, key: LedgerKey, traffic: Traffic) -> None:
         """Adds ``traffic`` to the entry ``key``."""
-        self._entries[key] = self._entries.get(key, _NOTHING) + traffic
+        self.add(
+            key,
+            traffic.calls,
+            traffic.elements,
+            traffic.bytes,
+            traffic.sent,
+            traffic.seconds,
+            traffic.exposed,
+        )
 
-    def total(self, axis: str | None = None, kind: str | None = None) -> Traffic:
-        """The sum of all entries of one axis and one kind; ``None`` takes all of them."""
+    def add(
+        self, key: LedgerKey, calls: int, elements: int, size: int, sent: int, seconds: float, exposed: float
+    ) -> None:
+        """:meth:`record` without building a :class:`Traffic`: this runs for every message."""
+        sums = self._entries.get(key)
+        if sums is None:
+            sums = self._entries.setdefault(key, _Sums())
+        sums.calls += calls
+        sums.elements += elements
+        sums.size += size
+        sums.sent += sent
+        sums.seconds += seconds
+        sums.exposed += exposed
+
+    def total(self, axis: str | None = None, kind: str | None = None, link: str | None = None) -> Traffic:
+        """The sum of all entries of one axis, one kind and one link class; ``None`` takes all of them."""
         total = _NOTHING
-        for key, traffic in self._entries.items():
-            if axis in (None, key.axis) and kind in (None, key.kind):
+        for key, traffic in self:
+            if axis in (None, key.axis) and kind in (None, key.kind) and link in (None, key.link):
                 total = total + traffic
         return total
 
     def by_axis(self) -> dict[str, Traffic]:
         """The totals of each axis that communicated."""
+        return self.by("axis")
+
+    def by(self, field: str) -> dict[str, Traffic]:
+        """The totals for each value of one field of :class:`LedgerKey`: ``axis``, ``kind``, ``link`` or ``dtype``."""
         totals: dict[str, Traffic] = {}
-        for key, traffic in self._entries.items():
-            totals[key.axis] = totals.get(key.axis, _NOTHING) + traffic
+        for key, traffic in self:
+            value = getattr(key, field)
+            totals[value] = totals.get(value, _NOTHING) + traffic
         return totals
 
     def snapshot(self) -> Mapping[LedgerKey, Traffic]:
         """All entries as they are now; later communication does not change the copy."""
-        return dict(self._entries)
+        return dict(self)
 
     def reset(self) -> None:
         """Forgets everything counted so far."""
         self._entries.clear()
 
     def __iter__(self) -> Iterator[tuple[LedgerKey, Traffic]]:
-        return iter(self._entries.items())
+        return iter([(key, sums.traffic()) for key, sums in tuple(self._entries.items())])
+
+
+class _Sums:
+    """One entry while it grows."""
+
+    __slots__ = ("calls", "elements", "exposed", "seconds", "sent", "size")
+
+    def __init__(self) -> None:
+        self.calls = self.elements = self.size = self.sent = 0
+        self.seconds = self.exposed = 0.0
+
+    def traffic(self) -> Traffic:
+        return Traffic(self.calls, self.elements, self.size, self.sent, self.seconds, self.exposed)
 
 
 _NOTHING = Traffic()

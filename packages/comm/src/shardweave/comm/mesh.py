@@ -1,60 +1,52 @@
 """The mesh: the world's ranks as a grid with named axes.
 
-torch's ``DeviceMesh`` builds the process groups; this module gives its dimensions our names and order, adds
-the derived axes in one place and one order, and hands out :class:`Axis` handles. There is no current mesh:
-it is built once, passed on, and two of them can live in one process.
+It owns the process groups, built for all axes in one place and one order, and hands out :class:`Axis` handles. There is
+no current mesh: it is built once, passed on, and two of them can live in one process.
 
 Axes, slowest links first, so that tensor-parallel neighbours share a node::
 
-    pp   pipeline stages             derived:  data  = dp x cp   gradients are reduced over it
-    dp   data replicas                         model = pp x tp   holds one copy of the model
-    cp   context (sequence) parts              world = all
-    tp   tensor parts
+    pp   pipeline stages             derived:  data    = dp x cp   gradients are reduced over it
+    dp   data replicas                         model   = pp x tp   holds one copy of the model
+    cp   context (sequence) parts              world   = all
+    tp   tensor parts                          replica, shard      dp cut in two: copies of shards (see ``replicas``)
 
 Eight ranks as pp 2, dp 2, tp 2 (cp 1)::
 
                      dp 0            dp 1
     pp 0        tp: [0] [1]     tp: [2] [3]
     pp 1        tp: [4] [5]     tp: [6] [7]
+
+Where the ranks of a node are not consecutive (started round robin over the nodes), positions are dealt out node by node
+all the same: the picture then shows positions, and ``topology.order()`` says which rank stands in each.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from itertools import product
-from math import prod
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as C10dBackend
-from torch.distributed.device_mesh import init_device_mesh
 
 from .axis import Axis
+from .background import Background, Levels, regular_levels
+from .costs import Fabric
+from .grid import AXES, DERIVED, Grid
+from .groups import Groups
+from .hierarchy import chooser
 from .ledger import Ledger
+from .options import CommOptions
+from .stream import CommStream, open_stream
+from .topology import Topology
 
-__all__ = ["AXES", "DERIVED", "Mesh", "mesh_ranks"]
+__all__ = ["Mesh"]
 
-AXES = ("pp", "dp", "cp", "tp")
-"""Names of the plain axes, slowest first."""
+_BULK = ("tp", "cp", "dp", "data", "shard", "replica")
+"""Axes that carry tensors large enough for two levels. Over the others go activations from rank to rank, and numbers."""
 
-DERIVED = MappingProxyType({"data": ("dp", "cp"), "model": ("pp", "tp"), "world": AXES})
-"""Names of the derived axes and their factors, in the order in which their groups are built."""
-
-
-def mesh_ranks(shape: Mapping[str, int], axes: Sequence[str], rank: int) -> tuple[int, ...]:
-    """Global ranks that differ from ``rank`` in the coordinates ``axes`` only, in mesh order.
-
-    ``shape`` gives the size of each of :data:`AXES`. Pure: no process group is needed.
-
-    >>> mesh_ranks({"pp": 2, "dp": 2, "cp": 1, "tp": 2}, ("dp",), 5)
-    (5, 7)
-    """
-    own = _coordinates(shape, rank)
-    choices = [range(shape[name]) if name in axes else (own[name],) for name in AXES]
-    return tuple(_global_rank(shape, point) for point in product(*choices))
+_REDUCED = ("dp", "data", "shard", "replica")
+"""Axes that gradients are reduced over, beside the backward pass."""
 
 
 class Mesh:
@@ -72,6 +64,8 @@ class Mesh:
     data: Axis
     model: Axis
     world: Axis
+    replica: Axis
+    shard: Axis
 
     def __init__(
         self,
@@ -80,29 +74,69 @@ class Mesh:
         tp: int = 1,
         pp: int = 1,
         cp: int = 1,
+        replicas: int = 1,
         timeout: float = 300.0,
-        ranks_per_node: int | None = None,
+        topology: Topology | None = None,
+        options: CommOptions | None = None,
     ) -> None:
         """Builds all process groups.
 
-        ``timeout``: seconds after which a collective, send or receive on any of the axes fails. torch would give
-        sub-groups its default of 30 minutes whatever ``init_process_group`` was told.
-        ``ranks_per_node``: where nodes end, for the ledger's link classes; default: ``LOCAL_WORLD_SIZE``,
-        else one node.
+        ``replicas``: into how many copies ``dp`` is cut; each is sharded over ``shard``, and ``replica`` holds the
+        ranks with the same shard. With one copy for each node, only sums of shards cross the network.
+        ``timeout``: seconds after which a collective, send or receive on any of the axes fails.
+        ``topology``: which ranks share a node, and what links cost. Default: one node if ``LOCAL_WORLD_SIZE`` says so,
+        else by host name; links as :data:`~shardweave.comm.links.ASSUMED`.
         """
-        self.shape = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        options = options or CommOptions()
         self.ledger = Ledger()
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
-        _check_shape(self.shape, world)
-        self._node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        self._owned: list[dist.ProcessGroup] = []
-        self.coordinates = _coordinates(self.shape, rank)
-        groups = self._build_groups(timedelta(seconds=timeout))
-        for name in AXES:
-            setattr(self, name, self._axis(name, (name,), rank, groups))
-        for name, factors in DERIVED.items():
-            setattr(self, name, self._axis(name, factors, rank, groups))
+        grid = Grid({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, replicas)
+        _check_size(grid, world)
+        self.shape = grid.shape
+        self.topology = topology or _topology(world)
+        if self.topology.world_size != world:
+            raise ValueError(
+                f"the topology is of {self.topology.world_size} ranks, but the world has {world}; describe this one"
+            )
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self._groups = Groups(device, timeout)
+        self._options = options
+        self._order = self.topology.order()
+        self._streams: dict[tuple[str, ...], CommStream] = {}
+        position = self._order.index(rank)
+        self.coordinates = grid.coordinates(position)
+        for name in (*AXES, *DERIVED):
+            setattr(self, name, self._axis(grid, name, position))
+        if rank == 0:
+            for sentence in self.topology.warnings(self.shape):
+                warnings.warn(sentence, stacklevel=2)
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Mapping[str, int],
+        *,
+        timeout: float = 300.0,
+        topology: Topology | None = None,
+        options: CommOptions | None = None,
+    ) -> Mesh:
+        """The mesh with these sizes, by name: those of :data:`~shardweave.comm.grid.AXES`, and ``replicas``."""
+        unknown = sorted(sizes.keys() - {*AXES, "replicas"})
+        if unknown:
+            raise ValueError(
+                f"mesh size {unknown[0]!r} does not exist; choose from {', '.join(AXES)}, replicas"
+            )
+        return cls(
+            dp=sizes.get("dp", 1),
+            tp=sizes.get("tp", 1),
+            pp=sizes.get("pp", 1),
+            cp=sizes.get("cp", 1),
+            replicas=sizes.get("replicas", 1),
+            timeout=timeout,
+            topology=topology,
+            options=options,
+        )
 
     @classmethod
     def single(cls) -> Mesh:
@@ -114,12 +148,11 @@ class Mesh:
         mesh.shape = dict.fromkeys(AXES, 1)
         mesh.coordinates = dict.fromkeys(AXES, 0)
         mesh.ledger = Ledger()
-        mesh._node, mesh._owned = 1, []
-        for name in AXES:
-            setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger))
-        for name, factors in DERIVED.items():
-            parts = tuple(mesh.axis(factor) for factor in factors)
-            setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger, factors=parts))
+        mesh.topology = Topology.single(1)
+        mesh._groups = Groups(torch.device("cpu"), 1.0)
+        mesh._streams = {}
+        for name in (*AXES, *DERIVED):
+            setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger, factors=mesh._factors(name)))
         return mesh
 
     def axis(self, name: str) -> Axis:
@@ -130,92 +163,81 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Destroys the process groups this mesh created. Its axes must not be used afterwards."""
-        while self._owned:
-            dist.destroy_process_group(self._owned.pop())
+        """Ends the streams and destroys the process groups of this mesh. Its axes must not be used afterwards."""
+        while self._streams:
+            self._streams.popitem()[1].close()
+        self._groups.close()
 
-    def _build_groups(self, timeout: timedelta) -> dict[frozenset[str], dist.ProcessGroup]:
-        """One process group for each set of axes that spans more than one rank.
-
-        Keyed by the axes that are larger than one, so that, say, ``data`` and ``dp`` share a group when
-        there is no context parallelism. None is the default group: two meshes over one world would share it,
-        and it has another timeout.
-        """
-        wide = [name for name in AXES if self.shape[name] > 1]
-        if not wide:
-            return {}
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        backend = _backend(device, timeout)
-        mesh = init_device_mesh(
-            device.type,
-            tuple(self.shape[name] for name in wide),
-            mesh_dim_names=tuple(wide),
-            backend_override=dict.fromkeys(wide, backend),
-        )
-        groups = {frozenset({name}): mesh.get_group(name) for name in wide}
-        for factors in DERIVED.values():
-            names = tuple(name for name in wide if name in factors)
-            if names and frozenset(names) not in groups:
-                flat = mesh[names]._flatten("_".join(names), backend_override=backend)
-                groups[frozenset(names)] = flat.get_group()
-        self._owned = list(groups.values())
-        return groups
-
-    def _axis(
-        self, name: str, factors: Sequence[str], rank: int, groups: Mapping[frozenset[str], dist.ProcessGroup]
-    ) -> Axis:
-        ranks = mesh_ranks(self.shape, factors, rank)
-        wide = frozenset(factor for factor in factors if self.shape[factor] > 1)
-        return Axis(
+    def _axis(self, grid: Grid, name: str, position: int) -> Axis:
+        """Builds the groups of all axes of this name, in the whole world, and gives the one of this rank."""
+        fibres = [self._ranks(fibre) for fibre in grid.fibres(name)]
+        ranks = self._ranks(grid.fibre((name,), position))
+        axis = Axis(
             name=name,
             ranks=ranks,
-            rank=ranks.index(rank),
-            group=groups[wide] if wide else None,
+            rank=ranks.index(self._order[position]),
+            group=self._groups.split(fibres),
             ledger=self.ledger,
-            factors=tuple(getattr(self, factor) for factor in factors) if name in DERIVED else (),
-            link="node" if len({member // self._node for member in ranks}) == 1 else "network",
+            factors=self._factors(name),
+            nodes=tuple(self.topology.nodes[member] for member in ranks),
         )
+        background = self._background(axis, grid.wide(name), fibres)
+        return axis if background is None else axis.with_background(background)
+
+    def _background(
+        self, axis: Axis, wide: tuple[str, ...], fibres: Sequence[Sequence[int]]
+    ) -> Background | None:
+        """What is decided here is decided alike on all ranks: it depends on all fibres, not on this rank's."""
+        levels = [regular_levels([self.topology.nodes[member] for member in fibre]) for fibre in fibres]
+        in_levels = axis.name in _BULK and self._options.hierarchy != "flat" and levels[0] is not None
+        in_levels = in_levels and len(set(levels)) == 1
+        if not (in_levels or (self._options.background and axis.name in _REDUCED and wide)):
+            return None
+        use = "_".join(wide)  # axes of the same ranks share groups, and so the stream
+        stream = self._streams.setdefault(wide, open_stream(self._groups.device))
+        twin = axis.beside(range(axis.size), self._groups.split(fibres, f"{use} twin"))
+        if not in_levels or levels[0] is None:
+            return Background(stream, twin)
+        nodes, per_node = levels[0]
+        node, place = divmod(axis.rank, per_node)
+        local = [fibre[k * per_node : (k + 1) * per_node] for fibre in fibres for k in range(nodes)]
+        across = [fibre[l::per_node] for fibre in fibres for l in range(per_node)]
+        return Background(
+            stream,
+            twin,
+            Levels(
+                axis.beside(
+                    range(node * per_node, (node + 1) * per_node), self._groups.split(local, f"{use} local")
+                ),
+                axis.beside(range(place, axis.size, per_node), self._groups.split(across, f"{use} across")),
+                chooser(
+                    self._options.hierarchy,
+                    Fabric(nodes, per_node, self.topology.links),
+                    native=self._groups.device.type == "cuda",
+                ),
+            ),
+        )
+
+    def _ranks(self, positions: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._order[position] for position in positions)
+
+    def _factors(self, name: str) -> tuple[Axis, ...]:
+        return tuple(getattr(self, factor) for factor in DERIVED.get(name, ()))
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self.shape.items()) + ")"
 
 
-def _backend(device: torch.device, timeout: timedelta) -> tuple[str, C10dBackend.Options]:
-    """The backend of a device's groups, with a timeout that holds from a group's creation on.
-
-    Changing it later (``_set_pg_timeout``) reaches gloo's collectives, not its sends and receives, which would
-    then wait for torch's default of 30 minutes.
-    """
-    options: C10dBackend.Options
-    if device.type == "cuda":
-        name, options = "nccl", dist.ProcessGroupNCCL.Options()
-    else:
-        name, options = "gloo", dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
-    options._timeout = timeout
-    return name, options
+def _topology(world: int) -> Topology:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world or world == 1:
+        return Topology.single(world)
+    return Topology.discover()
 
 
-def _check_shape(shape: Mapping[str, int], world: int) -> None:
-    for name, size in shape.items():
-        if size < 1:
-            raise ValueError(f"mesh axis {name}={size}: an axis has at least one rank")
-    if prod(shape.values()) != world:
-        sizes = " x ".join(f"{name} {size}" for name, size in shape.items())
+def _check_size(grid: Grid, world: int) -> None:
+    if grid.size != world:
+        sizes = " x ".join(f"{name} {size}" for name, size in grid.shape.items())
         raise ValueError(
-            f"mesh {sizes} = {prod(shape.values())} ranks, but the world has {world}; "
-            f"start {prod(shape.values())} ranks or change an axis"
+            f"mesh {sizes} = {grid.size} ranks, but the world has {world}; "
+            f"start {grid.size} ranks or change an axis"
         )
-
-
-def _coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
-    coordinates: dict[str, int] = {}
-    for name in reversed(AXES):
-        rank, coordinates[name] = divmod(rank, shape[name])
-    return {name: coordinates[name] for name in AXES}
-
-
-def _global_rank(shape: Mapping[str, int], point: Sequence[int]) -> int:
-    rank = 0
-    for name, coordinate in zip(AXES, point, strict=True):
-        rank = rank * shape[name] + coordinate
-    return rank

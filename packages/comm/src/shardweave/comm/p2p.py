@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .axis import Axis
-from .ledger import Traffic
+from .books import recorder
 from .pending import Pending
+from .wires import NOTHING, to_peer
 
 __all__ = ["Message", "exchange", "receive", "send", "start_receive", "start_send"]
 
@@ -134,10 +135,7 @@ def _pending(message: Message, buffer: Tensor, work: dist.Work) -> Pending[Tenso
         return tensor
 
     size = tensor.numel() * tensor.element_size()
+    sent = to_peer(message.axis, message.peer, size) if message.kind == "send" else NOTHING
     return Pending(
-        [work],
-        finish,
-        axis=message.axis,
-        kind=message.kind,
-        traffic=Traffic(1, tensor.numel(), size, size if message.kind == "send" else 0),
+        [work], finish, record=recorder(message.axis, message.kind, tensor, tensor.numel(), lambda: sent)
     )

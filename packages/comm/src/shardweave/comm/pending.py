@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from .axis import Axis
-from .ledger import LedgerKey, Traffic
+from .stream import StreamWork, TimedWork
 
 __all__ = ["Pending"]
 
 T = TypeVar("T")
-
-
-class _Work(Protocol):
-    """What we use of ``torch.distributed.Work``."""
-
-    def wait(self) -> bool: ...
-
-    def is_completed(self) -> bool: ...
 
 
 class Pending(Generic[T]):
@@ -31,18 +22,16 @@ class Pending(Generic[T]):
 
     def __init__(
         self,
-        works: Sequence[_Work],
+        works: Sequence[StreamWork],
         finish: Callable[[], T],
         *,
-        axis: Axis | None = None,
-        kind: str = "",
-        traffic: Traffic | None = None,
+        record: Callable[[float, float], None] | None = None,
     ) -> None:
+        """``record(seconds, exposed)`` is called when it was waited for: seconds under way, and seconds in which
+        the caller stood still."""
         self._works = list(works)
         self._finish: Callable[[], T] | None = finish
-        self._axis = axis
-        self._kind = kind
-        self._traffic = traffic or Traffic()
+        self._record = record
         self._launched = time.perf_counter()
         self._result: list[T] = []
 
@@ -68,14 +57,15 @@ class Pending(Generic[T]):
             before = time.perf_counter()
             for work in self._works:
                 work.wait()
-            arrived = time.perf_counter()
+            seconds = self._under_way(time.perf_counter())
             finish, self._finish, self._works = self._finish, None, []
             self._result.append(finish())
-            self._count(arrived - self._launched, time.perf_counter() - before)
+            if self._record is not None:
+                exposed = time.perf_counter() - before
+                self._record(max(seconds, exposed), exposed)
         return self._result[0]
 
-    def _count(self, seconds: float, exposed: float) -> None:
-        if self._axis is not None:
-            sizes = self._traffic
-            timed = Traffic(1, sizes.elements, sizes.bytes, sizes.sent, max(seconds, exposed), exposed)
-            self._axis.ledger.record(LedgerKey(self._axis.name, self._kind, self._axis.link), timed)
+    def _under_way(self, now: float) -> float:
+        """Seconds that the works took. A backend does not say when it was done: then until it was seen so, ``now``."""
+        timed = [work for work in self._works if isinstance(work, TimedWork)]
+        return sum(work.seconds for work in timed) if len(timed) == len(self._works) else now - self._launched

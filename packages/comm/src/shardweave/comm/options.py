@@ -1,0 +1,26 @@
+"""How the axes of a mesh communicate, as far as that is a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hierarchy import HIERARCHIES
+
+__all__ = ["CommOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions:
+    """The choices of a :class:`Mesh`; the same on all ranks."""
+
+    hierarchy: str = "auto"
+    """How collectives over several nodes go: ``auto``, as the cost model predicts for the topology's links, ``flat``
+    or ``two-level``. It matters on axes that have equally many ranks, two or more, on each of several nodes."""
+    background: bool = False
+    """Whether the axes that gradients are reduced over are prepared for work of several rounds beside the backward
+    pass: compression, sums over replicas. It takes a process group and a stream more for each. Axes that go in two levels
+    are prepared anyway."""
+
+    def __post_init__(self) -> None:
+        if self.hierarchy not in HIERARCHIES:
+            raise ValueError(f"hierarchy={self.hierarchy!r}: choose one of {', '.join(HIERARCHIES)}")
