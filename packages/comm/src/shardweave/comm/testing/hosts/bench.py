@@ -39,8 +39,8 @@ class Hosts:
     ``rate``: what each host can send, as tc writes it (``"200mbit"``) or in bits per second, headers included;
     None: as quick as memory. What it can receive is not limited. ``delay_ms``: one way; ``loss``: the part of
     packets that gets lost. Either of them takes the packets through a process, which carries some 5 Gbit/s, as
-    not every kernel has ``netem``. ``mtu``: the size of frames in bytes; 9000, as in clusters, keeps headers
-    below 1 % of the bytes.
+    not every kernel has ``netem``. ``mtu``: the size of frames in bytes; with 9000, as in clusters, headers and
+    acknowledgements are about 1 % of the bytes.
 
     On exit every process on a host is killed, and hosts and links are gone; hosts and links also when this
     process dies, by whatever signal. HostsUnavailable, on entry: see :func:`.hosts_unavailable`.
