@@ -105,8 +105,8 @@ def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
             if blocking and not axis.virtual and axis.size > _RING_RANKS and axis.size.bit_count() == 1:
                 return _double(buffer, axis, op)
             return _gather_and_combine(buffer, axis, op)
-        # Direct sends: quick inside a node, but they cross a network G times as often as a ring, G ranks a node.
-        direct = axis.link == "node" and (_narrow(buffer) or axis.size > _RING_RANKS)
+        # Direct sends of G ranks on a node cross the network G times as often as a ring.
+        direct = not axis.shares_links and (_narrow(buffer) or axis.size > _RING_RANKS)
         if blocking and (axis.virtual or direct):
             return _scatter_and_gather(buffer, axis, op)
         if axis.virtual:
@@ -148,6 +148,27 @@ def all_gather_parts(mine: Tensor, parts: Sequence[Tensor], axis: Axis) -> Steps
     return Steps(works, to_each(axis, mine.numel() * mine.element_size()))
 
 
+def exchange_parts(parts: Tensor, received: Tensor, axis: Axis) -> Steps:
+    """``parts[i]`` goes to position i and ``received[i]`` comes from it, i other than this rank's, by direct sends."""
+    works = _exchange(parts, received, axis)
+    return Steps(works, to_each(axis, parts[0].numel() * parts.element_size()))
+
+
+def combine(parts: Tensor, out: Tensor, op: str) -> None:
+    """``parts[0] op parts[1] op ...`` into ``out``: sums and means in float32 or wider, rounded once."""
+    if op == "max":
+        torch.amax(parts, 0, out=out)
+    elif op == "min":
+        torch.amin(parts, 0, out=out)
+    elif _narrow(parts):
+        total = torch.sum(parts, 0, dtype=torch.promote_types(out.dtype, torch.float32))
+        out.copy_(total.div_(parts.shape[0]) if op == "mean" else total)
+    else:
+        torch.sum(parts, 0, dtype=out.dtype, out=out)
+        if op == "mean":
+            out.div_(parts.shape[0])
+
+
 def reduce_scatter(
     whole: Tensor, out: Tensor | None, lengths: Sequence[int], axis: Axis, op: str = "sum"
 ) -> tuple[Steps, Tensor]:
@@ -175,7 +196,7 @@ def reduce_scatter(
             async_op=True,
         )
         works = [_checked(work, axis)]
-    return Steps(works, sent, lambda: _combine(received, result, op)), result
+    return Steps(works, sent, lambda: combine(received, result, op)), result
 
 
 def all_to_all(parts: Tensor, received: Tensor, axis: Axis) -> Steps:
@@ -221,7 +242,7 @@ def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
     everything = buffer.new_empty((axis.size, *buffer.shape))
     mine = buffer.clone()  # ``buffer`` is written while slow peers may still be reading
     gather = all_gather(mine.unsqueeze(0), everything, [1] * axis.size, axis)
-    return Steps(gather.works, gather.sent, lambda: _combine(everything, buffer, op))
+    return Steps(gather.works, gather.sent, lambda: combine(everything, buffer, op))
 
 
 def _double(buffer: Tensor, axis: Axis, op: str) -> Steps:
@@ -312,26 +333,15 @@ def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: Sent, 
 
 def _exchange_parts(parts: Sequence[Tensor], received: Tensor, axis: Axis) -> list[dist.Work]:
     received[axis.rank].copy_(parts[axis.rank])
+    return _exchange(parts, received, axis)
+
+
+def _exchange(parts: Sequence[Tensor] | Tensor, received: Tensor, axis: Axis) -> list[dist.Work]:
     operations: list[tuple[str, Tensor, int, int]] = []
     for peer in _others(axis):
         operations.append(("receive", received[peer], peer, _tag(axis, _SCATTER)))
         operations.append(("send", parts[peer], peer, _tag(axis, _SCATTER)))
     return post(axis, [operation for operation in operations if operation[1].numel()])
-
-
-def _combine(parts: Tensor, out: Tensor, op: str) -> None:
-    """``parts[0] op parts[1] op ...`` into ``out``: sums and means in float32 or wider, rounded once."""
-    if op == "max":
-        torch.amax(parts, 0, out=out)
-    elif op == "min":
-        torch.amin(parts, 0, out=out)
-    elif _narrow(parts):
-        total = torch.sum(parts, 0, dtype=torch.promote_types(out.dtype, torch.float32))
-        out.copy_(total.div_(parts.shape[0]) if op == "mean" else total)
-    else:
-        torch.sum(parts, 0, dtype=out.dtype, out=out)
-        if op == "mean":
-            out.div_(parts.shape[0])
 
 
 def _others(axis: Axis) -> list[int]:

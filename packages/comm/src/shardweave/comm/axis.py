@@ -98,6 +98,11 @@ class Axis:
         return "network" if len(set(self.nodes)) > 1 else "node"
 
     @cached_property
+    def shares_links(self) -> bool:
+        """Whether the axis spans nodes and several of its ranks are on one: they share its connection."""
+        return 1 < len(set(self.nodes)) < self.size
+
+    @cached_property
     def num_far(self) -> int:
         """Ranks that are on other nodes than this one."""
         return sum(self.is_far(position) for position in range(self.size))

@@ -26,6 +26,7 @@ background stream, and block there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,6 +40,12 @@ from .wires import NOTHING, Sent
 
 __all__ = ["all_gather", "all_reduce", "background_for", "reduce_in_two_levels", "reduce_scatter"]
 
+_PIECE = 8 << 20
+"""Bytes of the pieces in which an all-reduce goes: each rank of a node sends its share of one across."""
+
+_BETWEEN = 2
+"""Pieces on the network at once: the next is there when one has arrived."""
+
 
 def background_for(axis: Axis, kind: str, size: int) -> Background | None:
     """The background to run a collective over ``size`` bytes on in two levels; ``None``: it goes flat."""
@@ -49,13 +56,31 @@ def background_for(axis: Axis, kind: str, size: int) -> Background | None:
 
 
 def all_reduce(buffer: Tensor, background: Background, op: str) -> algorithms.Steps:
-    """In place on ``buffer``; ``op``: sum or mean."""
+    """In place on ``buffer``; ``op``: sum or mean.
+
+    Piece by piece, so that the network is not idle while the ranks of a node talk::
+
+        inside     scatter 0 | scatter 1 |           | gather 0, scatter 2 | ...      | gather 2
+        between              [ piece 0        ][ piece 1        ][ piece 2        ]
+    """
     levels = _levels(background)
+    pieces = buffer.view(-1).split(max(1, _PIECE // buffer.element_size()))
 
-    def between(part: Tensor) -> Sent:
-        return algorithms.all_reduce(part, levels.across, op, blocking=True).run()
+    def work() -> Sent:
+        sent = NOTHING
+        between: deque[tuple[algorithms.Steps, _Piece]] = deque()
+        gathers: list[algorithms.Steps] = []
+        for flat in pieces:
+            piece = _Piece(flat, levels.local)
+            sent += piece.scatter(op).run()
+            between.append((algorithms.all_reduce(piece.mine, levels.across, op, blocking=True), piece))
+            if len(between) > _BETWEEN:
+                sent += _land(between.popleft(), gathers)
+        for landing in between:
+            sent += _land(landing, gathers)
+        return sum((gather.run() for gather in gathers), sent)
 
-    return _launch(background, lambda: reduce_in_two_levels(buffer, levels, op, between))
+    return _launch(background, work)
 
 
 def reduce_in_two_levels(
@@ -67,57 +92,93 @@ def reduce_in_two_levels(
 ) -> Sent:
     """The frame of an all-reduce in two levels, in place on a contiguous ``buffer``; blocks.
 
-    ``between(part)`` reduces this rank's part, 1-D, over the nodes, in place: whoever compresses between nodes only puts
-    itself there. It gets the node's sum, or mean, and takes ``op`` over the nodes.
+    ``between(part)`` reduces this rank's part, 1-D, over the nodes, in place: whoever compresses between nodes only
+    puts itself there. It gets the node's sum, or mean, and takes ``op`` over the nodes.
     ``lengths``: of the parts, one for each rank of the node; default: as even as can be.
     """
-    flat = buffer.view(-1)
-    lengths = split_sizes(flat.numel(), levels.local.size) if lengths is None else list(lengths)
-    mine = torch.split(flat, list(lengths))[levels.local.rank]
-    inside, part = algorithms.reduce_scatter(flat, torch.empty_like(mine), lengths, levels.local, op)
-    sent = inside.run()
-    sent += between(part)
-    return sent + algorithms.all_gather(part, flat, lengths, levels.local).run()
+    piece = _Piece(buffer.view(-1), levels.local, lengths)
+    sent = piece.scatter(op).run()
+    sent += between(piece.mine)
+    return sent + piece.gather().run()
 
 
 def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) -> algorithms.Steps:
-    """``whole``: one part for each position along dim 0, equal in length; ``out``: this rank's, perhaps of a wider type."""
+    """``whole``: one part for each position along dim 0, equally long; ``out``: this rank's, perhaps wider.
+
+    Each block of ``whole`` holds the parts of one node's ranks, and its sum over my node is what that node gets from
+    mine. What stays in the node is added up while the rest travels.
+    """
     levels = _levels(background)
+    local, across = levels.local, levels.across
 
     def work() -> Sent:
-        # Each block holds the parts of one node's ranks; its sum over my node is what that node gets from mine.
-        blocks = whole.chunk(levels.across.size)
-        sums = whole.new_empty((levels.across.size, *out.shape))
-        lengths = [out.shape[0]] * levels.local.size
-        launched = [
-            algorithms.reduce_scatter(block, sums[k], lengths, levels.local, op)[0]
-            for k, block in enumerate(blocks)
-        ]
-        sent = sum((steps.run() for steps in launched), NOTHING)
-        counts = [out.shape[0]] * levels.across.size
-        outside, _ = algorithms.reduce_scatter(sums.flatten(0, 1), out, counts, levels.across, op)
-        return sent + outside.run()
+        blocks = whole.chunk(across.size)
+        lengths = [out.shape[0]] * local.size
+        sums = whole.new_empty((across.size, *out.shape))
+        received = torch.empty_like(sums)
+
+        def add_up(node: int, into: Tensor) -> algorithms.Steps:
+            return algorithms.reduce_scatter(blocks[node], into[node], lengths, local, op)[0]
+
+        leaving = [add_up(node, sums) for node in range(across.size) if node != across.rank]
+        sent = sum((steps.run() for steps in leaving), NOTHING)
+        outside = algorithms.exchange_parts(sums, received, across)
+        sent += add_up(across.rank, received).run()
+        sent += outside.run()
+        algorithms.combine(received, out, op)
+        return sent
 
     return _launch(background, work)
 
 
 def all_gather(mine: Tensor, gathered: Tensor, background: Background) -> algorithms.Steps:
-    """``mine``: this rank's part, perhaps already in its place in ``gathered``; all of equal length along dim 0."""
+    """``mine``: this rank's part, perhaps already in its place in ``gathered``; all of equal length along dim 0.
+
+    The node's own block is gathered while the others' travel.
+    """
     levels = _levels(background)
     local, across = levels.local, levels.across
 
     def work() -> Sent:
         blocks = gathered.chunk(across.size)
-        parts = [block.chunk(local.size) for block in blocks]
-        sent = algorithms.all_gather_parts(mine, [part[local.rank] for part in parts], across).run()
+        places = [block.chunk(local.size)[local.rank] for block in blocks]
         lengths = [mine.shape[0]] * local.size
-        launched = [
-            algorithms.all_gather(parts[k][local.rank], block, lengths, local)
-            for k, block in enumerate(blocks)
+        outside = algorithms.all_gather_parts(mine, places, across)
+        sent = algorithms.all_gather(places[across.rank], blocks[across.rank], lengths, local).run()
+        sent += outside.run()
+        arrived = [
+            algorithms.all_gather(place, block, lengths, local)
+            for node, (place, block) in enumerate(zip(places, blocks, strict=True))
+            if node != across.rank
         ]
-        return sum((steps.run() for steps in launched), sent)
+        return sum((steps.run() for steps in arrived), sent)
 
     return _launch(background, work)
+
+
+class _Piece:
+    """A flat tensor cut over the ranks of a node: ``mine`` is this rank's part of the node's sum."""
+
+    def __init__(self, flat: Tensor, local: Axis, lengths: Sequence[int] | None = None) -> None:
+        self._flat, self._local = flat, local
+        self._lengths = list(split_sizes(flat.numel(), local.size) if lengths is None else lengths)
+        self.mine = flat.new_empty(self._lengths[local.rank])
+
+    def scatter(self, op: str) -> algorithms.Steps:
+        """Adds the node's tensors up."""
+        return algorithms.reduce_scatter(self._flat, self.mine, self._lengths, self._local, op)[0]
+
+    def gather(self) -> algorithms.Steps:
+        """Puts the parts of all ranks of the node back."""
+        return algorithms.all_gather(self.mine, self._flat, self._lengths, self._local)
+
+
+def _land(crossing: tuple[algorithms.Steps, _Piece], gathers: list[algorithms.Steps]) -> Sent:
+    """Waits until a piece has crossed and launches its way back into the node."""
+    steps, piece = crossing
+    sent = steps.run()
+    gathers.append(piece.gather())
+    return sent
 
 
 def _levels(background: Background) -> Levels:
