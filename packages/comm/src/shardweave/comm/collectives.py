@@ -14,6 +14,7 @@ How they are composed on gloo, and on axes without a group of their own (measure
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from . import algorithms, two_level
 from .axis import Axis
 from .background import Background
 from .books import recorder
+from .guards import Ticket
 from .p2p import contiguous_like
 from .pending import Pending
 
@@ -60,6 +62,9 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
     _check_operation("all_reduce", tensor, op)
     if axis.size == 1:
         return Pending.ready(tensor)
+    ticket = _announced(
+        "all_reduce", axis, tensor, operation=op, waited_for="at once" if blocking else "later"
+    )
     data = tensor.detach()
     buffer = contiguous_like(data)
     if buffer is not data:
@@ -76,7 +81,7 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
             data.copy_(buffer)
         return tensor
 
-    return _counted("all_reduce", axis, steps, finish, tensor)
+    return _counted("all_reduce", axis, steps, finish, tensor, ticket)
 
 
 def all_gather(
@@ -108,6 +113,7 @@ def start_all_gather(
         if result.data_ptr() != tensor.data_ptr() or result.numel() == 0:
             result.copy_(tensor.detach())
         return Pending.ready(result)
+    ticket = _announced("all_gather", axis, tensor, shape, dim=dim, parts=lengths)
     # With dim in front the parts of the result are blocks of memory, and each is received where it belongs.
     direct = dim == 0
     front = [sum(lengths), *shape[:dim], *shape[dim + 1 :]]
@@ -126,7 +132,7 @@ def start_all_gather(
             result.copy_(gathered.movedim(0, dim))
         return result
 
-    return _counted("all_gather", axis, steps, finish, tensor, elements=result.numel())
+    return _counted("all_gather", axis, steps, finish, tensor, ticket, elements=result.numel())
 
 
 def reduce_scatter(
@@ -177,6 +183,9 @@ def start_reduce_scatter(
         if result.data_ptr() != tensor.data_ptr() or result.numel() == 0:
             result.copy_(tensor.detach())
         return Pending.ready(result)
+    ticket = _announced(
+        "reduce_scatter", axis, tensor, dim=dim, parts=lengths, operation=op, into=result.dtype
+    )
     whole = tensor.detach().movedim(dim, 0).contiguous()
     reduced = result if dim == 0 else result.new_empty((lengths[axis.rank], *whole.shape[1:]))
     background = _in_two_levels("reduce_scatter", axis, whole) if len(set(lengths)) == 1 else None
@@ -191,7 +200,7 @@ def start_reduce_scatter(
             result.copy_(reduced.movedim(0, dim))
         return result
 
-    return _counted("reduce_scatter", axis, steps, finish, tensor)
+    return _counted("reduce_scatter", axis, steps, finish, tensor, ticket)
 
 
 def all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
@@ -213,6 +222,7 @@ def start_all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: 
         )
     if axis.size == 1:
         return Pending.ready(tensor.detach().clone())
+    ticket = _announced("all_to_all", axis, tensor, dim=split_dim)
     parts = torch.stack(tensor.detach().chunk(axis.size, split_dim))
     received = torch.empty_like(parts)
     steps = algorithms.all_to_all(parts, received, axis)
@@ -221,7 +231,7 @@ def start_all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: 
         steps.finish()
         return torch.cat(received.unbind(0), concat_dim)
 
-    return _counted("all_to_all", axis, steps, finish, tensor)
+    return _counted("all_to_all", axis, steps, finish, tensor, ticket)
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -235,6 +245,7 @@ def start_broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending[Tens
         raise ValueError(f"broadcast: source {source} is not a position of {axis!r}")
     if axis.size == 1:
         return Pending.ready(tensor)
+    ticket = _announced("broadcast", axis, tensor, source_rank=axis.ranks[source])
     data = tensor.detach()
     buffer = contiguous_like(data)
     if buffer is not data and axis.rank == source:
@@ -247,7 +258,7 @@ def start_broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending[Tens
             data.copy_(buffer)
         return tensor
 
-    return _counted("broadcast", axis, steps, finish, tensor)
+    return _counted("broadcast", axis, steps, finish, tensor, ticket)
 
 
 def barrier(axis: Axis) -> None:
@@ -266,11 +277,24 @@ def _counted(
     steps: algorithms.Steps,
     finish: Callable[[], Tensor],
     tensor: Tensor,
+    ticket: Ticket | None,
     *,
     elements: int | None = None,
 ) -> Pending[Tensor]:
     count = tensor.numel() if elements is None else elements
-    return Pending(steps.works, finish, record=recorder(axis, kind, tensor, count, lambda: steps.sent))
+    record = recorder(axis, kind, tensor, count, lambda: steps.sent)
+    return Pending(steps.works, finish, record=record, ticket=ticket)
+
+
+def _announced(
+    kind: str, axis: Axis, tensor: Tensor, shape: Sequence[int] | None = None, **options: Any
+) -> Ticket | None:
+    """Every collective passes here when its own arguments are right, and before anything of it is sent.
+
+    ``shape`` (``None``: the tensor's) and ``options``: what the members have to see alike.
+    """
+    guard = axis.guard
+    return None if guard is None else guard.launch(axis, kind, tensor, shape or tensor.shape, options)
 
 
 def _in_two_levels(kind: str, axis: Axis, whole: Tensor) -> Background | None:

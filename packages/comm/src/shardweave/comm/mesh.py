@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from .background import Background, Levels, regular_levels
 from .costs import Fabric
 from .grid import AXES, DERIVED, Grid
 from .groups import Groups
+from .guards import Guard, watch_limit
 from .hierarchy import chooser
 from .ledger import Ledger
 from .options import CommOptions
@@ -43,7 +45,7 @@ from .topology import Topology
 __all__ = ["Mesh"]
 
 _BULK = ("tp", "cp", "dp", "data", "shard", "replica")
-"""Axes that carry tensors large enough for two levels. Over the others go activations from rank to rank, and numbers."""
+"""Axes that carry tensors large enough for two levels; over the others go activations, rank to rank, and numbers."""
 
 _REDUCED = ("dp", "data", "shard", "replica")
 """Axes that gradients are reduced over, beside the backward pass."""
@@ -94,6 +96,16 @@ class Mesh:
         grid = Grid({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, replicas)
         _check_size(grid, world)
         self.shape = grid.shape
+        self._options = options
+        self._guard = Guard(watch_limit(options.watch, timeout)) if world > 1 else None
+        with self._guard.building() if self._guard is not None else nullcontext():
+            self._build(grid, world, rank, timeout, topology)
+        if rank == 0:
+            for sentence in self.topology.warnings(self.shape):
+                warnings.warn(sentence, stacklevel=2)
+
+    def _build(self, grid: Grid, world: int, rank: int, timeout: float, topology: Topology | None) -> None:
+        """Finds out who shares a node, and builds all groups."""
         self.topology = topology or _topology(world)
         if self.topology.world_size != world:
             raise ValueError(
@@ -101,16 +113,14 @@ class Mesh:
             )
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self._groups = Groups(device, timeout)
-        self._options = options
         self._order = self.topology.order()
         self._streams: dict[tuple[str, ...], CommStream] = {}
         position = self._order.index(rank)
         self.coordinates = grid.coordinates(position)
         for name in (*AXES, *DERIVED):
             setattr(self, name, self._axis(grid, name, position))
-        if rank == 0:
-            for sentence in self.topology.warnings(self.shape):
-                warnings.warn(sentence, stacklevel=2)
+        if self._guard is not None and self._options.debug:
+            self._guard.begin_debug(timeout)
 
     @classmethod
     def of(
@@ -151,6 +161,7 @@ class Mesh:
         mesh.topology = Topology.single(1)
         mesh._groups = Groups(torch.device("cpu"), 1.0)
         mesh._streams = {}
+        mesh._guard = None
         for name in (*AXES, *DERIVED):
             setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger, factors=mesh._factors(name)))
         return mesh
@@ -163,10 +174,12 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Ends the streams and destroys the process groups of this mesh. Its axes must not be used afterwards."""
+        """Ends the streams and the watchdog, and destroys the process groups. The axes must not be used afterwards."""
         while self._streams:
             self._streams.popitem()[1].close()
         self._groups.close()
+        if self._guard is not None:
+            self._guard.close()
 
     def _axis(self, grid: Grid, name: str, position: int) -> Axis:
         """Builds the groups of all axes of this name, in the whole world, and gives the one of this rank."""
@@ -180,6 +193,7 @@ class Mesh:
             ledger=self.ledger,
             factors=self._factors(name),
             nodes=tuple(self.topology.nodes[member] for member in ranks),
+            guard=self._guard,
         )
         background = self._background(axis, grid.wide(name), fibres)
         return axis if background is None else axis.with_background(background)
@@ -201,7 +215,7 @@ class Mesh:
         nodes, per_node = levels[0]
         node, place = divmod(axis.rank, per_node)
         local = [fibre[k * per_node : (k + 1) * per_node] for fibre in fibres for k in range(nodes)]
-        across = [fibre[l::per_node] for fibre in fibres for l in range(per_node)]
+        across = [fibre[own::per_node] for fibre in fibres for own in range(per_node)]
         return Background(
             stream,
             twin,

@@ -18,8 +18,14 @@ class CommOptions:
     or ``two-level``. It matters on axes that have equally many ranks, two or more, on each of several nodes."""
     background: bool = False
     """Whether the axes that gradients are reduced over are prepared for work of several rounds beside the backward
-    pass: compression, sums over replicas. It takes a process group and a stream more for each. Axes that go in two levels
-    are prepared anyway."""
+    pass: compression, sums over replicas. It takes a process group and a stream more for each. Axes that go in two
+    levels are prepared anyway."""
+    watch: float | None = None
+    """Seconds of waiting after which the watchdog prints a report: who is missing, what every rank is in, all stacks.
+    ``None``: a fifth of the mesh's timeout; 0: no watchdog."""
+    debug: bool = False
+    """Whether ranks agree on every collective and message before anything of it is sent, and raise
+    :class:`CollectiveMismatch` when they differ. For finding mistakes: every launch waits for all members."""
 
     def __post_init__(self) -> None:
         if self.hierarchy not in HIERARCHIES:

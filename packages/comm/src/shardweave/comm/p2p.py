@@ -8,7 +8,8 @@
 
 [Note: Sizes are checked before the wire]
     A receive buffer smaller than the message makes gloo throw in C++, which ends the process with SIGABRT and
-    no traceback. Whoever cannot know the size sends a header first, as the pipeline does.
+    no traceback. Whoever cannot know the size sends a header first, as the pipeline does; in debug mode both ends
+    compare dtype and size before they post.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from .axis import Axis
 from .books import recorder
+from .guards import Ticket
 from .pending import Pending
+from .stream import StreamWork
 from .wires import NOTHING, to_peer
 
 __all__ = ["Message", "exchange", "receive", "send", "start_receive", "start_send"]
@@ -69,12 +72,17 @@ def exchange(messages: Sequence[Message]) -> list[Pending[Tensor]]:
         message.tensor.contiguous() if message.kind == "send" else contiguous_like(message.tensor)
         for message in messages
     ]
-    works = post(
-        messages[0].axis, [(m.kind, b, m.peer, m.tag) for m, b in zip(messages, buffers, strict=True)]
-    )
+    axis = messages[0].axis
+    operations = [(m.kind, b, m.peer, m.tag) for m, b in zip(messages, buffers, strict=True)]
+    works: Sequence[StreamWork]
+    tickets: Sequence[Ticket | None] = [None] * len(messages)
+    if axis.guard is None:
+        works = post(axis, operations)
+    else:
+        works, tickets = axis.guard.post(axis, operations, post)
     return [
-        _pending(message, buffer, work)
-        for message, buffer, work in zip(messages, buffers, works, strict=True)
+        _pending(message, buffer, work, ticket)
+        for message, buffer, work, ticket in zip(messages, buffers, works, tickets, strict=True)
     ]
 
 
@@ -126,7 +134,7 @@ def contiguous_like(tensor: Tensor) -> Tensor:
     )
 
 
-def _pending(message: Message, buffer: Tensor, work: dist.Work) -> Pending[Tensor]:
+def _pending(message: Message, buffer: Tensor, work: StreamWork, ticket: Ticket | None) -> Pending[Tensor]:
     tensor = message.tensor
 
     def finish() -> Tensor:
@@ -136,6 +144,5 @@ def _pending(message: Message, buffer: Tensor, work: dist.Work) -> Pending[Tenso
 
     size = tensor.numel() * tensor.element_size()
     sent = to_peer(message.axis, message.peer, size) if message.kind == "send" else NOTHING
-    return Pending(
-        [work], finish, record=recorder(message.axis, message.kind, tensor, tensor.numel(), lambda: sent)
-    )
+    record = recorder(message.axis, message.kind, tensor, tensor.numel(), lambda: sent)
+    return Pending([work], finish, record=record, ticket=ticket)

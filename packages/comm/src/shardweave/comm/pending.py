@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from .guards import Ticket
 from .stream import StreamWork, TimedWork
 
 __all__ = ["Pending"]
@@ -26,12 +27,14 @@ class Pending(Generic[T]):
         finish: Callable[[], T],
         *,
         record: Callable[[float, float], None] | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
         """``record(seconds, exposed)`` is called when it was waited for: seconds under way, and seconds in which
-        the caller stood still."""
+        the caller stood still. ``ticket``: with which the guard follows the call."""
         self._works = list(works)
         self._finish: Callable[[], T] | None = finish
         self._record = record
+        self._ticket = ticket
         self._launched = time.perf_counter()
         self._result: list[T] = []
 
@@ -54,16 +57,26 @@ class Pending(Generic[T]):
         Errors of the transport (a peer that died, a timeout) are raised here.
         """
         if self._finish is not None:
-            before = time.perf_counter()
-            for work in self._works:
-                work.wait()
-            seconds = self._under_way(time.perf_counter())
-            finish, self._finish, self._works = self._finish, None, []
-            self._result.append(finish())
-            if self._record is not None:
-                exposed = time.perf_counter() - before
-                self._record(max(seconds, exposed), exposed)
+            if self._ticket is None:
+                self._complete(self._finish)
+            else:
+                works = self._works
+                with self._ticket:
+                    self._complete(self._finish)
+                if self._ticket.on_device:
+                    self._ticket.keep(works)
         return self._result[0]
+
+    def _complete(self, finish: Callable[[], T]) -> None:
+        before = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        seconds = self._under_way(time.perf_counter())
+        self._finish, self._works = None, []
+        self._result.append(finish())
+        if self._record is not None:
+            exposed = time.perf_counter() - before
+            self._record(max(seconds, exposed), exposed)
 
     def _under_way(self, now: float) -> float:
         """Seconds that the works took. A backend does not say when it was done: then until it was seen so, ``now``."""

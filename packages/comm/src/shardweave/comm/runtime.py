@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from .guards.watchdog import stop_watchdogs
+from .store import environment_store, is_loopback, loopback_interface
+
 __all__ = ["init", "session", "shutdown"]
 
 
@@ -34,6 +37,10 @@ def init(
     Without arguments the rank is read from the environment that torchrun sets (``RANK``, ``WORLD_SIZE``,
     ``MASTER_ADDR``, ``MASTER_PORT``). With a ``store``, ``rank`` and ``world_size`` are needed too.
     ``timeout``: seconds after which a collective fails instead of waiting for a rank that does not come.
+
+    The first rank serves the store on ``MASTER_ADDR`` alone, and when that is this machine's loopback address, gloo
+    is told to use the loopback interface, too (``GLOO_SOCKET_IFNAME``, unless it is set). gloo listens on the address
+    of that interface, else on that of the host's name.
     """
     if (store is None) != (rank is None) or (rank is None) != (world_size is None):
         raise ValueError("store, rank and world_size are given together, or none of them")
@@ -49,6 +56,12 @@ def init(
     cuda = accelerator is not None and accelerator.type == "cuda"
     if cuda:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if store is None:
+        if is_loopback(os.environ["MASTER_ADDR"]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        store = environment_store(timeout)
+        if store is not None:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         timeout=timedelta(seconds=timeout),
@@ -69,6 +82,7 @@ def shutdown(code: int = 0, *, together: bool | None = None) -> NoReturn:
     if dist.is_initialized() and (code == 0 if together is None else together):
         gc.collect()  # tensors that a gloo thread still refers to are dropped while it can do so
         dist.barrier()
+        stop_watchdogs()  # not before: while others hang, this rank still answers that it is here
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,4 +103,5 @@ def session(
         yield
     finally:
         gc.collect()
+        stop_watchdogs()
         dist.destroy_process_group()

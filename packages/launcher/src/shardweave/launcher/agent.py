@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from shardweave.comm.store import loopback_interface
 from shardweave.comm.zygote import Entry, RankExit, RankFault, RankGroup, Zygote
 from shardweave.launcher.failures import error_file, read_fault
 from shardweave.launcher.rank_entry import run_rank
@@ -227,7 +227,7 @@ class LocalAgent(LocalElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": str(worker_group.spec.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
             # All ranks are here; gloo would look up the host's name, which is slow or wrong on many machines.
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface()),
         }
         envs = {
             worker.local_rank: {
@@ -266,7 +266,3 @@ class LocalAgent(LocalElasticAgent):
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
         """Nobody records elastic's events, and for each of them it would ask the network for its own name."""
         return Event(f"torchelastic.worker.status.{state}", source=source)
-
-
-def _loopback_interface() -> str:
-    return "lo0" if sys.platform == "darwin" else "lo"

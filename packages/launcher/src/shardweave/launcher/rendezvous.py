@@ -1,7 +1,7 @@
 """Where the ranks of one machine meet: a store on 127.0.0.1 that nothing outside can reach.
 
-torch's ``TCPStore`` has no authentication, and listens on every interface of the machine unless it is handed a
-socket; so this module binds the socket. It is also how a port that is taken is noticed before any rank starts.
+Its socket is bound when the rendezvous is made (see `shardweave.comm.store`), so a port that is taken is noticed before
+any rank starts.
 
 Each attempt of the ranks gets a store of its own. torch's dynamic rendezvous shares one store between
 attempts, where the ranks of a restarted group read the addresses of the dead ones (pytorch #135712).
@@ -11,17 +11,17 @@ handler beside this one.
 
 from __future__ import annotations
 
-import errno
 import socket
-from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, untyped
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them, untyped
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-__all__ = ["LOOPBACK", "LocalRendezvous", "PortError"]
+from shardweave.comm.store import LOOPBACK, open_listener, serve_store
 
-LOOPBACK = "127.0.0.1"
-STORE_TIMEOUT = timedelta(seconds=60)
+__all__ = ["LocalRendezvous", "PortError"]
+
+STORE_TIMEOUT = 60.0
+"""Seconds that a client waits for a key."""
 
 
 class PortError(OSError):
@@ -64,14 +64,7 @@ class LocalRendezvous(RendezvousHandler):
         listener = self._listener or _listen(self._port)
         self._listener = None
         port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            timeout=STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store = serve_store(listener, timeout=STORE_TIMEOUT)
         # The agent's own keys do not mix with the ranks'.
         agent_store = PrefixStore("agent", self._store)
         return RendezvousInfo(agent_store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
@@ -98,17 +91,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def _listen(port: int) -> socket.socket:
-    listener = socket.socket()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job may follow the last at once
-        listener.bind((LOOPBACK, port))
-        listener.listen(socket.SOMAXCONN)
+        return open_listener(LOOPBACK, port)
     except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortError(error.errno, f"port {port} on {LOOPBACK} is taken by another process") from error
-        raise PortError(error.errno, f"port {port} on {LOOPBACK} cannot be used: {error.strerror}") from error
-    except OverflowError as error:
-        listener.close()
-        raise PortError(errno.EINVAL, f"port {port} does not exist; ports go from 1 to 65535") from error
-    return listener
+        raise PortError(error.errno, error.strerror) from error
