@@ -56,6 +56,7 @@ from .options import CommOptions
 from .p2p import Message, exchange, receive, send, start_receive, start_send
 from .partition import split_range, split_sizes
 from .pending import Pending
+from .probe import measure_links
 from .random import (
     DropoutStreams,
     combine_keys,
@@ -126,6 +127,7 @@ __all__ = [
     "keyed_uniform",
     "ledger_dict",
     "ledger_table",
+    "measure_links",
     "mesh_ranks",
     "name_parameters",
     "named_generator",

@@ -16,9 +16,9 @@ one and then the other)::
                            7 <- 6 <- 5 <- 4        before its slowest hop.
                                                    node, network: P-1 rounds, (P-1)/P n
 
-    flat direct            0 1 2 3   4 5 6 7       Every rank sends n/P to every other one, all in one round.
-                           `-'-'-'-X-'-'-'-'       node: 1 round, (G-1)/P n.  network: 1 round, for each of the G
-                                                   ranks P-G messages: G(P-G)/P n, G times what has to cross.
+    flat direct            0 > 1 2 3 | 4 5 6 7     Every rank sends n/P to every other one, all in one round.
+                           1 > 0 2 3 | 4 5 6 7     node: 1 round, (G-1)/P n.  network: 1 round, for each of the G
+                           ...                     ranks P-G messages: G(P-G)/P n, G times what has to cross.
 
     flat halving-doubling  0 1 2 3   4 5 6 7       log2(P) rounds, each with half the bytes of the one before,
        distance 4: n/2     `-------->`             the longest distance first. In the first log2(N) rounds all G
@@ -189,14 +189,13 @@ def least_crossing(kind: str, nbytes: float, nodes: int, ranks_per_node: int) ->
     """The least bytes that leave the busiest node, whatever the algorithm; as many enter one.
 
     A node counts as one process of Chan et al. (see the module): what its ranks know together is what must come and go.
+    ::
 
-    ==============  ===========  ==================================================================================
-    all_reduce      2 (N-1)/N n  every node's numbers have to be in every part of the result, and that everywhere
-    reduce_scatter  (N-1)/N n    partial sums, one for each element whose result belongs elsewhere
-    all_gather      (N-1)/N n    what the others hold has to enter, and what enters has left one of N nodes
-    all_to_all      G (N-1)/N n  each byte has one receiver, so nothing can be saved
-    broadcast       n            once, from the source's node (or on from one that has it)
-    ==============  ===========  ==================================================================================
+        all_reduce      2 (N-1)/N n  every node's numbers have to be in every part of the result, and that everywhere
+        reduce_scatter  (N-1)/N n    partial sums, one for each element whose result belongs elsewhere
+        all_gather      (N-1)/N n    what the others hold has to enter, and what enters has left one of N nodes
+        all_to_all      G (N-1)/N n  each byte has one receiver, so nothing can be saved
+        broadcast       n            once, from the source's node or from one that has it
     """
     _check(kind, nbytes, nodes, ranks_per_node)
     others = (nodes - 1) / nodes
