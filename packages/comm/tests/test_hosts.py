@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,14 @@ from shardweave.comm.testing.hosts.counters import read_counters
 from shardweave.comm.testing.hosts.host import network_id
 from shardweave.comm.testing.hosts.shaping import bits_per_second, bucket
 
-REASON = hosts_unavailable(relay=True)
-needs_hosts = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+pair = pytest.mark.hosts(2, rate="200mbit")  # slow enough that a busy machine is not what limits them
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Hosts]:
-    """Two hosts at 200 Mbit/s: slow enough that a busy machine is not what limits them."""
-    with Hosts(2, rate="200mbit") as hosts:
-        yield hosts
+@pytest.fixture
+def able() -> None:
+    """Skips a test that makes its own hosts where there can be none."""
+    if (reason := hosts_unavailable(relay=True)) is not None:
+        pytest.skip(reason)
 
 
 # ---- pure parts ----
@@ -127,12 +125,12 @@ def test_ranks_are_spread_over_hosts_and_meet(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@needs_hosts
-def test_a_command_runs_as_a_host(pair: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pair
+def test_a_command_runs_as_a_host(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = "hostname; pwd; getent hosts node0; echo $COLOUR; ls /sys/fs/cgroup | wc -l; exit 7"
     done = subprocess.run(
-        pair.command(1, ["sh", "-c", script]),
+        hosts.command(1, ["sh", "-c", script]),
         env={**os.environ, "COLOUR": "green"},
         capture_output=True,
         text=True,
@@ -147,13 +145,13 @@ def where() -> str:
     return os.getcwd()
 
 
-@needs_hosts
-def test_a_rank_stays_in_its_directory(pair: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pair
+def test_a_rank_stays_in_its_directory(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_ranks(where, 2, hosts=pair) == [str(tmp_path)] * 2
+    assert run_ranks(where, 2, hosts=hosts) == [str(tmp_path)] * 2
 
 
-@needs_hosts
+@pytest.mark.usefixtures("able")
 def test_the_command_line_runs_on_every_host(capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["3", "--rate", "1gbit", "--", "sh", "-c", "echo {index} $(hostname) {name}; exit {index}"]) == 1
@@ -170,23 +168,23 @@ def fails_on_the_second_host() -> None:
     dist.barrier()
 
 
-@needs_hosts
-def test_errors_of_ranks_are_told_as_elsewhere(pair: Hosts) -> None:
+@pair
+def test_errors_of_ranks_are_told_as_elsewhere(hosts: Hosts) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed:[\s\S]*in fails_on_the_second_host") as caught:
-        run_ranks(fails_on_the_second_host, 2, hosts=pair, timeout=20)
+        run_ranks(fails_on_the_second_host, 2, hosts=hosts, timeout=20)
     assert caught.value.rank == 1
     with pytest.raises(ValueError, match="3 ranks on 2 hosts"):
-        run_ranks(fails_on_the_second_host, 3, hosts=pair)
+        run_ranks(fails_on_the_second_host, 3, hosts=hosts)
 
 
-@needs_hosts
-def test_a_process_with_threads_does_not_enter(pair: Hosts) -> None:
+@pair
+def test_a_process_with_threads_does_not_enter(hosts: Hosts) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
         with pytest.raises(RuntimeError, match="threads run, and the kernel moves one"):
-            pair[0].enter()
+            hosts[0].enter()
     finally:
         stop.set()
         thread.join()
@@ -212,27 +210,26 @@ def push(megabytes: float) -> tuple[float, LinkBytes]:
     return time.monotonic() - start, LinkBytes(after.received - before.received, after.sent - before.sent)
 
 
-@needs_hosts
+@pair
 @pytest.mark.parametrize("streams", [1, 4])
-def test_the_rate_holds_and_the_counters_count(pair: Hosts, streams: int) -> None:
-    before = pair.traffic(0)
-    results = run_ranks(push, 2 * streams, 20, hosts=pair)
+def test_the_rate_holds_and_the_counters_count(hosts: Hosts, streams: int) -> None:
+    before = hosts.traffic(0)
+    results = run_ranks(push, 2 * streams, 20, hosts=hosts)
     seconds = max(seconds for seconds, _ in results)
     assert 180 < 20 * 8 / seconds < 202  # Mbit/s; 198.5 is what 9000-byte frames leave of 200
     there, back = results[-1][1]  # the last rank receives
     assert 20e6 < there < 1.03 * 20e6
     assert back < 0.01 * 20e6  # acknowledgements
-    assert 20e6 < pair.traffic(0).sent - before.sent < 1.03 * 20e6
+    assert 20e6 < hosts.traffic(0).sent - before.sent < 1.03 * 20e6
 
 
-@needs_hosts
-def test_the_rate_can_be_changed_and_lifted() -> None:
-    with Hosts(2, rate="50mbit") as hosts:
-        slow = run_ranks(push, 2, 4, hosts=hosts)[1][0]
-        hosts.set_rate("100mbit")
-        quicker = run_ranks(push, 2, 4, hosts=hosts)[1][0]
-        hosts.set_rate(None)
-        free = run_ranks(push, 2, 4, hosts=hosts)[1][0]
+@pytest.mark.hosts(2, rate="50mbit")
+def test_the_rate_can_be_changed_and_lifted(hosts: Hosts) -> None:
+    slow = run_ranks(push, 2, 4, hosts=hosts)[1][0]
+    hosts.set_rate("100mbit")
+    quicker = run_ranks(push, 2, 4, hosts=hosts)[1][0]
+    hosts.set_rate(None)
+    free = run_ranks(push, 2, 4, hosts=hosts)[1][0]
     assert slow == pytest.approx(0.64, rel=0.1)
     assert quicker == pytest.approx(0.32, rel=0.2)
     assert free < 0.16
@@ -253,21 +250,23 @@ def ping(times: int) -> list[float]:
     return trips
 
 
-@needs_hosts
-def test_a_round_trip_takes_the_delay_twice(pair: Hosts) -> None:
-    with Hosts(2, rate="200mbit", delay_ms=5) as far:
-        trips = sorted(run_ranks(ping, 2, 20, hosts=far)[0])
-        assert 0.010 <= trips[0] < 0.013
-        seconds, _ = run_ranks(push, 4, 10, hosts=far)[3]
-        assert 150 < 10 * 8 / seconds < 202  # the delay costs the start of the stream, not the rate
-    assert min(run_ranks(ping, 2, 20, hosts=pair)[0]) < 0.002
+@pytest.mark.hosts(2, rate="200mbit", delay_ms=5)
+def test_a_round_trip_takes_the_delay_twice(hosts: Hosts) -> None:
+    trips = run_ranks(ping, 2, 20, hosts=hosts)[0]
+    assert 0.010 <= min(trips) < 0.013
+    seconds, _ = run_ranks(push, 4, 10, hosts=hosts)[3]
+    assert 150 < 10 * 8 / seconds < 202  # the delay costs the start of the stream, not the rate
 
 
-@needs_hosts
-def test_lost_packets_are_sent_again() -> None:
-    with Hosts(2, rate="200mbit", loss=0.02) as hosts:
-        run_ranks(push, 2, 5, hosts=hosts)
-        sent, received = hosts.traffic(0).sent, hosts.traffic(1).received
+@pair
+def test_a_round_trip_without_delay_takes_next_to_nothing(hosts: Hosts) -> None:
+    assert min(run_ranks(ping, 2, 20, hosts=hosts)[0]) < 0.002
+
+
+@pytest.mark.hosts(2, rate="200mbit", loss=0.02)
+def test_lost_packets_are_sent_again(hosts: Hosts) -> None:
+    run_ranks(push, 2, 5, hosts=hosts)
+    sent, received = hosts.traffic(0).sent, hosts.traffic(1).received
     assert received > 5e6
     assert 0.005 < 1 - received / sent < 0.05
 
@@ -286,7 +285,7 @@ def go_round(directory: Path) -> float:
     return longest
 
 
-@needs_hosts
+@pytest.mark.usefixtures("able")
 @pytest.mark.parametrize("options", [{"rate": "1gbit"}, {"delay_ms": 0.1}], ids=["bridge", "relay"])
 def test_a_short_cut_is_survived_and_a_long_one_is_an_error(tmp_path: Path, options: dict[str, Any]) -> None:
     with Hosts(2, **options) as hosts:
@@ -324,7 +323,7 @@ def inhabitants(networks: set[str | None]) -> list[str]:
     return [pid for pid in os.listdir("/proc") if pid.isdigit() and network_id(pid) in networks]
 
 
-@needs_hosts
+@pytest.mark.usefixtures("able")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("delay_ms", [0.0, 1.0])
 def test_hosts_and_their_processes_end_after_an_error(error: type[BaseException], delay_ms: float) -> None:
@@ -347,7 +346,7 @@ def test_hosts_and_their_processes_end_after_an_error(error: type[BaseException]
     assert started[0].wait(5) == -signal.SIGKILL
 
 
-@needs_hosts
+@pytest.mark.usefixtures("able")
 def test_a_bench_that_cannot_be_finished_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str | None] = set()
 
@@ -368,7 +367,7 @@ def die_with_hosts(note: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@needs_hosts
+@pytest.mark.usefixtures("able")
 def test_hosts_end_with_the_process_that_made_them(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="killed by SIGKILL"):
         run_ranks(die_with_hosts, 1, tmp_path / "note")
@@ -380,14 +379,14 @@ def test_hosts_end_with_the_process_that_made_them(tmp_path: Path) -> None:
     assert inhabitants(networks) == []
 
 
-@needs_hosts
-def test_two_benches_at_once_do_not_meet(pair: Hosts) -> None:
-    before = pair.traffic(0)
+@pair
+def test_two_benches_at_once_do_not_meet(hosts: Hosts) -> None:
+    before = hosts.traffic(0)
     with Hosts(2, rate="1gbit") as other:
-        assert other.addresses == pair.addresses
+        assert other.addresses == hosts.addresses
         run_ranks(push, 2, 1, hosts=other)
         assert other.traffic(0).sent > 1e6
-    assert pair.traffic(0) == before
+    assert hosts.traffic(0) == before
 
 
 # ---- where it cannot work ----
@@ -402,9 +401,7 @@ def test_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="asks for programs only as root on Linux"
-)
+@pytest.mark.usefixtures("able")
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "program 'ip' (Debian: iproute2)" in str(hosts_unavailable())
@@ -424,6 +421,9 @@ def test_skipped():
 @pytest.mark.hosts(2)
 def test_without_ranks():
     pass
+
+def test_without_hosts(hosts):
+    pass
 """
 
 
@@ -434,6 +434,7 @@ def test_marked_tests_are_skipped_with_the_reason(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(file)], capture_output=True, text=True, timeout=100
     )
-    assert "1 failed, 1 skipped" in done.stdout, done.stdout
+    assert "1 failed, 1 skipped, 1 error" in done.stdout, done.stdout
     assert "need root" in done.stdout
     assert "add @pytest.mark.ranks(m)" in done.stdout
+    assert "is for tests with @pytest.mark.hosts(n, ...)" in done.stdout

@@ -1,5 +1,5 @@
-"""The pytest markers ``ranks(n, timeout=60)``: the body of the test runs on ``n`` ranks; and beside it
-``hosts(n, rate=...)``: on ranks that are spread over ``n`` hosts.
+"""The pytest markers ``ranks(n, timeout=60)``: the body of the test runs on ``n`` ranks; and ``hosts(n, rate=...)``:
+beside the former on ranks that are spread over ``n`` hosts, alone with these hosts as the fixture ``hosts``.
 
 pytest sets the fixtures up in its own process, once; what the test asks for is pickled and handed to every
 rank (``tmp_path``, parametrized values, data). The zygote starts before the tests are collected, while this
@@ -21,15 +21,16 @@ from .errors import RankError
 from .harness import end_zygote, run_entry, warm_zygote
 from .hosts import Hosts, HostsUnavailable
 
-__all__ = ["pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+__all__ = ["hosts", "pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
 
 _MARKER = (
     "ranks(n, timeout=60): run the test's body on n ranks, each a process with torch.distributed initialised "
     "(gloo, loopback); fails with the first failing rank's traceback, or after timeout seconds"
 )
 _HOSTS_MARKER = (
-    "hosts(n, rate=None, delay_ms=0, loss=0, mtu=9000): beside ranks: spread the ranks over n hosts, network "
-    "namespaces with links between them; skipped, with the reason, where the machine cannot"
+    "hosts(n, rate=None, delay_ms=0, loss=0, mtu=9000): n hosts, network namespaces with links between them, for "
+    "this test: its ranks are spread over them, or it asks for the fixture hosts; skipped, with the reason, "
+    "where the machine cannot"
 )
 
 
@@ -50,12 +51,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("ranks")
     on_hosts = pyfuncitem.get_closest_marker("hosts")
     if marker is None:
-        if on_hosts is not None:
-            pytest.fail("@pytest.mark.hosts(n) spreads ranks: add @pytest.mark.ranks(m)", pytrace=False)
+        if on_hosts is not None and "hosts" not in pyfuncitem.fixturenames:
+            pytest.fail(
+                "@pytest.mark.hosts(n) alone does nothing: add @pytest.mark.ranks(m), or ask for the fixture "
+                "'hosts'",
+                pytrace=False,
+            )
         return None
     number, timeout = _read_marker(*marker.args, **marker.kwargs)
-    with _bench(on_hosts) as hosts:
-        error = _outcome(pyfuncitem, number, timeout, hosts)
+    with contextlib.nullcontext() if on_hosts is None else _bench(on_hosts) as bench:
+        error = _outcome(pyfuncitem, number, timeout, bench)
     if isinstance(error, RankError) and error.fault is not None and error.fault.type == "Skipped":
         pytest.skip(error.fault.message)
     if error is not None:
@@ -63,17 +68,25 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """The running hosts of a test that is marked ``hosts(n, ...)``, for tests that hold the links in their hand."""
+    marker = request.node.get_closest_marker("hosts")
+    if marker is None:
+        pytest.fail("the fixture 'hosts' is for tests with @pytest.mark.hosts(n, ...)", pytrace=False)
+    with _bench(marker) as bench:
+        yield bench
+
+
 @contextlib.contextmanager
-def _bench(marker: pytest.Mark | None) -> Iterator[Hosts | None]:
+def _bench(marker: pytest.Mark) -> Iterator[Hosts]:
     """The hosts that a test asks for; skips the test where there can be none."""
     with contextlib.ExitStack() as stack:
-        hosts = None if marker is None else Hosts(*marker.args, **marker.kwargs)
         try:
-            if hosts is not None:
-                stack.enter_context(hosts)
+            bench = stack.enter_context(Hosts(*marker.args, **marker.kwargs))
         except HostsUnavailable as reason:
             pytest.skip(str(reason))
-        yield hosts
+        yield bench
 
 
 def _outcome(

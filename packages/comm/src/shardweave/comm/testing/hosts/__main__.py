@@ -12,7 +12,7 @@ from .bench import Hosts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The status of the first host whose command failed; 0 if none did."""
+    """The status of the first host whose command failed, as a shell shows it; 0 if none did, 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m shardweave.comm.testing.hosts",
         description="Run COMMAND on each of N hosts (network namespaces node0, node1, ...), all at once. "
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Hosts(options.number, rate=options.rate, delay_ms=options.delay_ms, loss=options.loss)
         with bench as hosts:
             return _run_everywhere(hosts, options.command)
+    except KeyboardInterrupt:
+        return 130
     except (ValueError, HostsUnavailable) as error:
         parser.error(str(error))
 
@@ -38,7 +40,8 @@ def _run_everywhere(hosts: Hosts, command: Sequence[str]) -> int:
         argv = [word.replace("{index}", str(index)).replace("{name}", name) for word in command]
         processes.append(subprocess.Popen(hosts.command(index, argv), stdin=subprocess.DEVNULL))
     statuses = [process.wait() for process in processes]
-    return next((status for status in statuses if status != 0), 0)
+    failed = next((status for status in statuses if status != 0), 0)
+    return failed if failed >= 0 else 128 - failed
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ set -e
 mount --bind /etc/hosts /etc/hosts
 cat /proc/sys/kernel/hostname > /proc/sys/kernel/hostname
 ip link add weave0 type veth peer name p0
-ip link add br0 type bridge
+ip link add br0 type bridge mcast_snooping 0
 tc qdisc add dev weave0 root tbf rate 1mbit burst 20000 limit 20000
 """  # in namespaces that end with it
 

@@ -59,7 +59,8 @@ def bridge(hosts: Sequence[Host], mtu: int) -> Iterator[Bridge]:
     """A bridge with a cable to each of ``hosts``, whose other end is the host's interface."""
     with start_keeper("switch", "/etc/hosts") as switch:
         heard_ready(switch)
-        lines = ["link add br0 type bridge", "link set br0 up"]
+        # without multicast snooping, for which a bridge sends packets of its own
+        lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 up"]
         for index, host in enumerate(hosts):
             far = f"peer name {INTERFACE} mtu {mtu} netns {host.pid}"
             lines.append(f"link add p{index} mtu {mtu} type veth {far}")
