@@ -48,6 +48,7 @@ from .collectives import (
 from .costs import Fabric
 from .gradients import clip_gradients, gradient_norm, sum_partial_gradients
 from .grid import mesh_ranks
+from .guards import CollectiveMismatch
 from .ledger import Ledger, LedgerKey, Traffic
 from .ledger_table import ledger_dict, ledger_table
 from .links import ASSUMED, Link, Links
@@ -83,6 +84,7 @@ from .values import broadcast_value, gather_values
 __all__ = [
     "ASSUMED",
     "Axis",
+    "CollectiveMismatch",
     "CommOptions",
     "DropoutStreams",
     "Fabric",
