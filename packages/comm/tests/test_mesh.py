@@ -1,10 +1,7 @@
-"""The mesh: members of every axis, derived axes, two meshes at once, nothing left behind."""
+"""The mesh: members of every axis, derived axes, two meshes at once; its groups are tested in test_guards_groups."""
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from itertools import product
 
 import pytest
@@ -60,32 +57,6 @@ def test_a_mesh_that_does_not_fill_the_world_is_refused() -> None:
         Mesh().axis("ep")
 
 
-@pytest.mark.ranks(8, timeout=120)
-def test_b080_groups_are_built_by_all_ranks_in_one_order() -> None:
-    rank = torch.distributed.get_rank()
-    for attempt in range(20):
-        time.sleep(random.Random(100 * attempt + rank).uniform(0, 0.02))
-        mesh = Mesh(pp=2, dp=2, tp=2)
-        for name in ("pp", "dp", "cp", "tp", "data", "model", "world"):
-            axis = mesh.axis(name)
-            total = comm.all_reduce(torch.tensor([float(rank)]), axis)
-            assert total.item() == sum(axis.ranks)
-            assert axis.ranks[axis.rank] == rank
-        assert mesh.model.ranks == mesh_ranks(mesh.shape, ("pp", "tp"), rank)
-        mesh.close()
-
-
-@pytest.mark.ranks(2)
-def test_building_and_closing_leaves_nothing_behind() -> None:
-    counts = []
-    for _ in range(8):
-        mesh = Mesh(dp=2)
-        comm.barrier(mesh.data)
-        mesh.close()
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    assert counts[-1] == counts[2]
-
-
 @pytest.mark.ranks(4)
 def test_two_meshes_live_in_one_process() -> None:
     first, second = Mesh(dp=2, tp=2), Mesh(tp=4)
@@ -93,19 +64,6 @@ def test_two_meshes_live_in_one_process() -> None:
     assert comm.all_reduce(torch.tensor([rank]), first.tp).item() == sum(first.tp.ranks)
     assert comm.all_reduce(torch.tensor([rank]), second.tp).item() == 6
     assert first.ledger.total().calls == second.ledger.total().calls == 1
-
-
-@pytest.mark.ranks(4)
-def test_the_timeout_holds_for_messages_too() -> None:
-    mesh = Mesh(pp=2, dp=2, timeout=3)
-    if mesh.pp.is_first:
-        for axis in (mesh.pp, mesh.world):
-            begin = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"[Tt]im"):
-                comm.receive(torch.zeros(1), axis, axis.size - 1)
-            assert time.monotonic() - begin < 15
-    else:
-        time.sleep(8)
 
 
 @pytest.mark.ranks(4)

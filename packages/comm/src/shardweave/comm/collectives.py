@@ -14,6 +14,7 @@ How they are composed on gloo, and on axes without a group of their own (measure
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ __all__ = [
 
 OPERATIONS = ("sum", "mean", "max", "min")
 
+_UNWATCHED = nullcontext()
+"""In place of a ticket on axes without a guard. A launch is watched like a wait: a backend may connect in it."""
+
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Combines ``tensor`` over the ranks of the axis, **in place**, and returns it.
@@ -70,10 +74,11 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
     if buffer is not data:
         buffer.copy_(data)
     background = _in_two_levels("all_reduce", axis, buffer) if op in ("sum", "mean") else None
-    if background is not None:
-        steps = two_level.all_reduce(buffer, background, op)
-    else:
-        steps = algorithms.all_reduce(buffer, axis, op, blocking=blocking)
+    with ticket or _UNWATCHED:
+        if background is not None:
+            steps = two_level.all_reduce(buffer, background, op)
+        else:
+            steps = algorithms.all_reduce(buffer, axis, op, blocking=blocking)
 
     def finish() -> Tensor:
         steps.finish()
@@ -121,10 +126,11 @@ def start_all_gather(
     mine = tensor.detach() if direct else tensor.detach().movedim(dim, 0)
     mine = mine.contiguous()
     background = _in_two_levels("all_gather", axis, gathered) if len(set(lengths)) == 1 else None
-    if background is not None:
-        steps = two_level.all_gather(mine, gathered, background)
-    else:
-        steps = algorithms.all_gather(mine, gathered, lengths, axis)
+    with ticket or _UNWATCHED:
+        if background is not None:
+            steps = two_level.all_gather(mine, gathered, background)
+        else:
+            steps = algorithms.all_gather(mine, gathered, lengths, axis)
 
     def finish() -> Tensor:
         steps.finish()
@@ -189,10 +195,11 @@ def start_reduce_scatter(
     whole = tensor.detach().movedim(dim, 0).contiguous()
     reduced = result if dim == 0 else result.new_empty((lengths[axis.rank], *whole.shape[1:]))
     background = _in_two_levels("reduce_scatter", axis, whole) if len(set(lengths)) == 1 else None
-    if background is not None:
-        steps = two_level.reduce_scatter(whole, reduced, background, op)
-    else:
-        steps, _ = algorithms.reduce_scatter(whole, reduced, lengths, axis, op)
+    with ticket or _UNWATCHED:
+        if background is not None:
+            steps = two_level.reduce_scatter(whole, reduced, background, op)
+        else:
+            steps, _ = algorithms.reduce_scatter(whole, reduced, lengths, axis, op)
 
     def finish() -> Tensor:
         steps.finish()
@@ -225,7 +232,8 @@ def start_all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: 
     ticket = _announced("all_to_all", axis, tensor, dim=split_dim)
     parts = torch.stack(tensor.detach().chunk(axis.size, split_dim))
     received = torch.empty_like(parts)
-    steps = algorithms.all_to_all(parts, received, axis)
+    with ticket or _UNWATCHED:
+        steps = algorithms.all_to_all(parts, received, axis)
 
     def finish() -> Tensor:
         steps.finish()
@@ -250,7 +258,8 @@ def start_broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending[Tens
     buffer = contiguous_like(data)
     if buffer is not data and axis.rank == source:
         buffer.copy_(data)
-    steps = algorithms.broadcast(buffer, axis, source)
+    with ticket or _UNWATCHED:
+        steps = algorithms.broadcast(buffer, axis, source)
 
     def finish() -> Tensor:
         steps.finish()

@@ -102,7 +102,8 @@ class Guard:
             for kind, buffer, peer, _ in operations
         ]
         if self._agreement is None:
-            return post(axis, operations), tickets
+            with tickets[0]:
+                return post(axis, operations), tickets
         # NCCL pairs messages by the order of their posting, and ends no process over their sizes: they go at once.
         posted = list(post(axis, operations)) if operations[0][1].is_cuda else []
         works = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
@@ -102,9 +103,19 @@ def _stacks(frames: dict[int, FrameType]) -> tuple[Stack, ...]:
     asking = threading.get_ident()
     stacks = []
     for ident in sorted(frames.keys() - {asking}, key=lambda ident: (ident != main, ident)):
-        text = "".join(traceback.format_stack(frames[ident]))
+        text = _text(frames[ident])
         if len(text) > _LONGEST:
             text = "  ...\n" + text[-_LONGEST:].partition("\n")[2]
         name = "main thread" if ident == main else f"thread {names.get(ident, ident)}"
         stacks.append(Stack(name, text.rstrip()))
     return tuple(stacks)
+
+
+def _text(frame: FrameType) -> str:
+    """The stack that ends in ``frame``, without what lies below a rank that a zygote forked: the zygote's own."""
+    inner = itertools.takewhile(lambda item: not _is_zygotes(item[0]), traceback.walk_stack(frame))
+    return "".join(traceback.StackSummary.extract(reversed(list(inner))).format())
+
+
+def _is_zygotes(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("shardweave.comm.zygote.")
