@@ -32,6 +32,16 @@ from .autograd import (
     scatter_to,
 )
 from .axis import Axis
+from .buckets import (
+    BackgroundReduction,
+    BucketMemory,
+    FlatLayout,
+    GradientBuckets,
+    OrderedReduction,
+    Reducible,
+    flat_layout,
+    plan_buckets,
+)
 from .collectives import (
     all_gather,
     all_reduce,
@@ -84,10 +94,14 @@ from .values import broadcast_value, gather_values
 __all__ = [
     "ASSUMED",
     "Axis",
+    "BackgroundReduction",
+    "BucketMemory",
     "CollectiveMismatch",
     "CommOptions",
     "DropoutStreams",
     "Fabric",
+    "FlatLayout",
+    "GradientBuckets",
     "GradientWork",
     "Ledger",
     "LedgerKey",
@@ -95,8 +109,10 @@ __all__ = [
     "Links",
     "Mesh",
     "Message",
+    "OrderedReduction",
     "Pending",
     "Rectangle",
+    "Reducible",
     "Sharding",
     "Split",
     "Subscription",
@@ -117,6 +133,7 @@ __all__ = [
     "counts_here",
     "exchange",
     "exchange_between",
+    "flat_layout",
     "flat_rectangles",
     "full_index",
     "gather_for",
@@ -135,6 +152,7 @@ __all__ = [
     "named_generator",
     "named_seed",
     "part_rectangles",
+    "plan_buckets",
     "receive",
     "rectangle_views",
     "reduce_from",

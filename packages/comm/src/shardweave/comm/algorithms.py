@@ -13,7 +13,7 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
     reduce_scatter   backend            two ranks: sends and an add       sends + local sum
                                         else all-to-all + local sum
     all_gather       backend            sends                             sends
-    all_to_all       backend            backend                           sends
+    all_to_all       backend            backend, between nodes sends      sends
     broadcast        backend            backend                           sends
 
 The local sum adds in one fixed order, in float32 or wider, whatever arrives first: the same bits on every run. A mean
@@ -184,7 +184,7 @@ def reduce_scatter(
     if axis.size == 2:
         return _swap_and_add(parts, result, axis, sent, op), result
     received = whole.new_empty((axis.size, lengths[axis.rank], *whole.shape[1:]))
-    if axis.virtual or whole.numel() == 0:
+    if _by_sends(whole, axis):
         works = _exchange_parts(parts, received, axis)
     else:
         work = dist.all_to_all_single(
@@ -202,7 +202,7 @@ def reduce_scatter(
 def all_to_all(parts: Tensor, received: Tensor, axis: Axis) -> Steps:
     """``parts[i]`` goes to rank i, ``received[i]`` comes from it."""
     sent = to_each(axis, parts[0].numel() * parts.element_size())
-    if axis.virtual or parts.numel() == 0:
+    if _by_sends(parts, axis):
         return Steps(_exchange_parts(list(parts), received, axis), sent)
     work = dist.all_to_all_single(received, parts, group=axis.group, async_op=True)
     return Steps([_checked(work, axis)], sent)
@@ -352,6 +352,12 @@ def _others(axis: Axis) -> list[int]:
 def _native(tensor: Tensor) -> bool:
     """Whether the backend's own collective is to be used: on NCCL always, on gloo see the module's table."""
     return tensor.is_cuda
+
+
+def _by_sends(tensor: Tensor, axis: Axis) -> bool:
+    """Whether parts are exchanged by direct sends; the backend's all-to-all is as quick inside a node, but gloo's uses
+    one direction of a connection at a time."""
+    return axis.virtual or tensor.numel() == 0 or (axis.link == "network" and not _native(tensor))
 
 
 def _narrow(tensor: Tensor) -> bool:

@@ -145,14 +145,14 @@ class Axis:
             guard=self.guard,
         )
 
-    def beside(self, positions: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
-        """The axis over some positions, this rank's among them, with a process group of its own."""
+    def beside(self, positions: Sequence[int], group: dist.ProcessGroup | None, ledger: Ledger) -> Axis:
+        """The axis over some positions, this rank's among them, with a process group and a ledger of its own."""
         return Axis(
             name=self.name,
             ranks=tuple(self.ranks[position] for position in positions),
             rank=list(positions).index(self.rank),
             group=group,
-            ledger=self.ledger,
+            ledger=ledger,
             nodes=tuple(self.nodes[position] for position in positions) if self.nodes else (),
         )
 

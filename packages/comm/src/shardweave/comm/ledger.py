@@ -26,6 +26,7 @@ network card sees.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -82,6 +83,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[LedgerKey, _Sums] = {}
+        self._lock = threading.Lock()  # work on a stream is entered by its thread
 
     def record(self, key: LedgerKey, traffic: Traffic) -> None:
         """Adds ``traffic`` to the entry ``key``."""
@@ -99,15 +101,14 @@ class Ledger:
         self, key: LedgerKey, calls: int, elements: int, size: int, sent: int, seconds: float, exposed: float
     ) -> None:
         """:meth:`record` without building a :class:`Traffic`: this runs for every message."""
-        sums = self._entries.get(key)
-        if sums is None:
+        with self._lock:
             sums = self._entries.setdefault(key, _Sums())
-        sums.calls += calls
-        sums.elements += elements
-        sums.size += size
-        sums.sent += sent
-        sums.seconds += seconds
-        sums.exposed += exposed
+            sums.calls += calls
+            sums.elements += elements
+            sums.size += size
+            sums.sent += sent
+            sums.seconds += seconds
+            sums.exposed += exposed
 
     def total(self, axis: str | None = None, kind: str | None = None, link: str | None = None) -> Traffic:
         """The sum of all entries of one axis, one kind and one link class; ``None`` takes all of them."""

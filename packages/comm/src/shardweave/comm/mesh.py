@@ -209,7 +209,8 @@ class Mesh:
             return None
         use = "_".join(wide)  # axes of the same ranks share groups, and so the stream
         stream = self._streams.setdefault(wide, open_stream(self._groups.device))
-        twin = axis.beside(range(axis.size), self._groups.split(fibres, f"{use} twin"))
+        books = Ledger()  # of the stream: what its work sends is entered when somebody waited for it
+        twin = axis.beside(range(axis.size), self._groups.split(fibres, f"{use} twin"), books)
         if not in_levels or levels[0] is None:
             return Background(stream, twin)
         nodes, per_node = levels[0]
@@ -221,9 +222,15 @@ class Mesh:
             twin,
             Levels(
                 axis.beside(
-                    range(node * per_node, (node + 1) * per_node), self._groups.split(local, f"{use} local")
+                    range(node * per_node, (node + 1) * per_node),
+                    self._groups.split(local, f"{use} local"),
+                    books,
                 ),
-                axis.beside(range(place, axis.size, per_node), self._groups.split(across, f"{use} across")),
+                axis.beside(
+                    range(place, axis.size, per_node),
+                    self._groups.split(across, f"{use} across"),
+                    books,
+                ),
                 chooser(
                     self._options.hierarchy,
                     Fabric(nodes, per_node, self.topology.links),

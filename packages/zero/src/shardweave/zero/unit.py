@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis, Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from shardweave.comm import (
+    Axis,
+    BucketMemory,
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 
 from .flat import FlatParameters
-from .gradients import LocalGradients
 from .precision import Formats
 from .shards import Piece, Shard, settings
 from .units import UnitPlan
@@ -32,8 +38,8 @@ __all__ = ["Unit"]
 class Unit:
     """Parameters, gradients and shard of one unit.
 
-    ``axis``: the data axis. ``stage``: 0, 1 or 2. ``names``: of the parameters, in slot order.
-    ``make_optimizer``: gives torch's optimizer for the shard's pieces.
+    ``axis``: the data axis, and ``op``, mean or sum over it. ``stage``: 0, 1 or 2. ``names``: of the parameters, in
+    slot order. ``make_optimizer``: gives torch's optimizer for the shard's pieces.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Unit:
         names: Sequence[str],
         *,
         axis: Axis,
+        op: str,
         stage: int,
         formats: Formats,
         make_optimizer: Callable[[Sequence[Piece]], Optimizer],
@@ -53,9 +60,15 @@ class Unit:
             flat.convert(formats.parameters)  # the shard is then a view of the converted buffer
         self.shard = Shard(flat, axis.rank if self.sharded else None, formats)
         flat.convert(formats.parameters)
-        self._axis = axis
+        self._axis, self._op = axis, op
         self._frees = stage >= 2
-        self.local = LocalGradients(flat, formats.gradients, keep=not self._frees)
+        self.local = BucketMemory(
+            flat.parameters,
+            plan.layout,
+            dtype=formats.gradients,
+            device=plan.key.device,
+            keep=not self._frees,
+        )
         self.optimizer = make_optimizer(self.shard.pieces)
         self.present: set[int] = set()
         """Slots whose parameter has had a gradient since the last step, here or on another rank."""
@@ -72,7 +85,7 @@ class Unit:
         """Whether there is a gradient here, reduced or not, that no step has used."""
         return self.local.waiting or self._incoming is not None or self.shard.gradient is not None
 
-    def start_reduction(self, op: str) -> tuple[Tensor, Pending[Tensor]]:
+    def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
         """Takes the local gradients and launches their reduction; returns the buffer that it reads."""
         self.present |= {slot for slot, p in enumerate(self.parameters) if p.grad is not None}
         buffer = self.local.take()
@@ -80,11 +93,11 @@ class Unit:
             return buffer, Pending.ready(buffer)
         wire = buffer.to(self.formats.reduction)
         if not self.sharded:
-            return buffer, start_all_reduce(wire, self._axis, op)
+            return buffer, start_all_reduce(wire, self._axis, self._op)
         out, self._spare = self._spare, None
         if out is None:
             out = torch.empty_like(self.shard.values)
-        return buffer, start_reduce_scatter(wire, self._axis, out=out, op=op)
+        return buffer, start_reduce_scatter(wire, self._axis, out=out, op=self._op)
 
     def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
         """Waits for a reduction and adds its result to what came before."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardweave.comm import Axis
+from shardweave.comm import Axis, FlatLayout
 
 __all__ = ["Member", "Slot", "UnitKey", "UnitPlan", "partial_axes", "plan_units"]
 
@@ -85,6 +85,13 @@ class UnitPlan:
     def numel(self) -> int:
         """Elements without padding."""
         return self.slots[-1].stop
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where the slots lie in the buffer."""
+        return FlatLayout(
+            tuple(slot.start for slot in self.slots), tuple(slot.shape for slot in self.slots), self.length
+        )
 
     @property
     def padding(self) -> int:

@@ -1,4 +1,4 @@
-"""The gradients of one unit on this rank, before they are reduced, in one contiguous buffer.
+"""The gradients of one bucket on this rank, before they are reduced, in one contiguous buffer.
 
 [Note: Copy once, then accumulate in place]
     Autograd hands over a parameter's first gradient as a tensor of its own. Letting it accumulate into a
@@ -10,30 +10,41 @@
 
 [Note: Who owns .grad]
     Between arrival and launch ``.grad`` is a view of the buffer: it can be read and changed. With the launch of
-    the reduction the gradient is the optimizer's, and ``.grad`` reads ``None``; what arrives later starts
+    the reduction the gradient is its owner's, and ``.grad`` reads ``None``; what arrives later starts
     anew and is reduced on top. Nothing is overwritten, whoever calls ``backward`` how often.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .flat import FlatParameters
+from .layout import FlatLayout
 
-__all__ = ["LocalGradients"]
+__all__ = ["BucketMemory"]
 
 
-class LocalGradients:
-    """The buffer that the gradients of one unit are collected in.
+class BucketMemory:
+    """The buffer that the gradients of one bucket are collected in.
 
-    ``dtype``: the format they are added up in. ``keep``: whether a buffer that was given back is kept for
-    the next step or its memory is freed.
+    ``parameters``: in the order of the layout. ``dtype``: the format their gradients are added up in. ``keep``: whether
+    a buffer that was given back is kept for the next step or its memory is freed.
     """
 
-    def __init__(self, flat: FlatParameters, dtype: torch.dtype, *, keep: bool) -> None:
-        self._flat = flat
-        self._dtype = dtype
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep: bool,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self._dtype, self._device = dtype, device
         self._keep = keep
         self._buffer: Tensor | None = None
         self._spare: Tensor | None = None
@@ -44,11 +55,11 @@ class LocalGradients:
     @property
     def waiting(self) -> bool:
         """Whether there is a gradient here that was not handed over yet."""
-        return bool(self.arrived) or any(parameter.grad is not None for parameter in self._flat.parameters)
+        return bool(self.arrived) or any(parameter.grad is not None for parameter in self.parameters)
 
     def adopt(self, slot: int) -> None:
         """Moves the parameter's ``.grad`` into the buffer, unless it is there already."""
-        parameter = self._flat.parameters[slot]
+        parameter = self.parameters[slot]
         grad = parameter.grad
         if grad is None:
             self.arrived.discard(slot)
@@ -67,7 +78,7 @@ class LocalGradients:
     def take(self) -> Tensor:
         """Hands the whole buffer over: zeros where nothing arrived; every ``.grad`` is ``None`` afterwards."""
         views = self._open()
-        for slot, parameter in enumerate(self._flat.parameters):
+        for slot, parameter in enumerate(self.parameters):
             self.adopt(slot)
             if slot not in self.arrived:
                 views[slot].zero_()
@@ -78,6 +89,16 @@ class LocalGradients:
         self.arrived.clear()
         return buffer
 
+    def publish(self, buffer: Tensor, present: Sequence[bool]) -> None:
+        """Puts a reduced buffer into ``.grad`` of the parameters in ``present``; ``None`` into the others'.
+
+        It is the open buffer from then on: the next gradients go to the same places, whether or not somebody
+        forgets these before.
+        """
+        self._buffer, self._views = buffer, self.layout.views(buffer)
+        for parameter, view, is_there in zip(self.parameters, self._views, present, strict=True):
+            parameter.grad = view if is_there else None
+
     def give_back(self, buffer: Tensor) -> None:
         """The buffer is not read any more."""
         if self._keep and self._spare is None:
@@ -85,7 +106,7 @@ class LocalGradients:
 
     def clear(self) -> None:
         """Forgets what arrived."""
-        for parameter in self._flat.parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         self.arrived.clear()
         if self._buffer is not None:
@@ -94,10 +115,9 @@ class LocalGradients:
 
     def _open(self) -> list[Tensor]:
         if self._buffer is None:
-            plan = self._flat.plan
             self._buffer, self._spare = self._spare, None
             if self._buffer is None:
-                self._buffer = torch.empty(plan.length, dtype=self._dtype, device=plan.key.device)
-                self._buffer[plan.numel :].zero_()
-            self._views = self._flat.views(self._buffer)
+                self._buffer = torch.empty(self.layout.length, dtype=self._dtype, device=self._device)
+                self._buffer[self.layout.numel :].zero_()
+            self._views = self.layout.views(self._buffer)
         return self._views

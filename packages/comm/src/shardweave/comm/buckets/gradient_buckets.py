@@ -1,0 +1,200 @@
+"""Data parallelism for a loop of one's own: gradients in flat buckets, reduced while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..axis import Axis
+from ..collectives import all_reduce, start_all_reduce
+from ..compression import CompressedReduction, Compression, Segment
+from ..pending import Pending
+from ..sharding import sharding_of
+from .layout import FlatLayout, flat_layout, plan_buckets
+from .memory import BucketMemory
+from .order import OrderedReduction
+from .reduction import BackgroundReduction
+
+__all__ = ["GradientBuckets"]
+
+
+class GradientBuckets:
+    """Averages gradients over an axis, bucket by bucket, as soon as the backward pass has filled one.
+
+    ::
+
+        buckets = GradientBuckets(module.named_parameters(), mesh.data)
+        for batch in batches:
+            loss(module(batch)).backward()      # buckets start to travel here, the last layers first
+            buckets.finish()                    # .grad is the mean over the axis on every rank
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ``parameters``: of one module, alike and in one order on all ranks of ``axis``, or ``(name, parameter)`` pairs;
+    frozen ones are left alone. Their values are not touched: that ranks start equal is the caller's (``broadcast``).
+    ``bucket_mb``: MiB of a bucket. ``op``: ``mean``, as DDP has it, or ``sum``. ``compression``: sends the gradients
+    so, between nodes only where the axis spans some; see :class:`~shardweave.comm.Compression`. ``overlap=False``:
+    everything travels at the end of the backward pass, to compare with.
+
+    A parameter that got no gradient on any rank has ``.grad is None`` afterwards; if it had one on some, the others
+    count as zero. Gradients that arrive after a bucket was launched (a second ``backward`` outside of
+    :meth:`accumulate`) are reduced in :meth:`finish`, on top.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        axis: Axis,
+        *,
+        bucket_mb: float = 25,
+        op: str = "mean",
+        compression: Compression | None = None,
+        overlap: bool = True,
+    ) -> None:
+        if op not in ("mean", "sum"):
+            raise ValueError(f"op={op!r}: choose 'mean' or 'sum'")
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb!r}: give a size in MiB above 0")
+        named = [(name, p) for name, p in _named(parameters) if p.requires_grad]
+        trained = [parameter for _, parameter in named]
+        plans = plan_buckets(trained, max(1, int(bucket_mb * 2**20)))
+        self._axis = axis
+        self._buckets = tuple(
+            _Bucket([named[number] for number in plan], axis, op, compression) for plan in plans
+        )
+        self._order = OrderedReduction(self._buckets, alone=axis.size == 1, early=overlap)
+        self._device = trained[0].device if trained else torch.device("cpu")
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits until all gradients are reduced and puts them into ``.grad``; collective over the axis."""
+        self._order.finish()
+        flags = self._agree()
+        if bool(flags[-1]):
+            self._order.finish()
+            flags = self._agree()
+        present = iter(flags.tolist())
+        for bucket in self._buckets:
+            bucket.publish([bool(next(present)) for _ in bucket.local.parameters])
+        for reduction in self._compressed:
+            reduction.step()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around every micro-batch but the last: its gradients are added up on this rank, and nothing travels."""
+        self._order.begin_accumulation()
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            self._order.end_accumulation(completed=completed)
+
+    def undo(self) -> None:
+        """The step is skipped on all ranks: what the last :meth:`finish` did to residuals is taken back."""
+        for reduction in self._compressed:
+            reduction.undo()
+            reduction.steps -= 1
+
+    def close(self) -> None:
+        """Stops listening to the parameters."""
+        self._order.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, by parameter name and range, and the count of steps; empty without compression.
+
+        For the same ranks, with any bucket size.
+        """
+        states = [reduction.state_dict() for reduction in self._compressed]
+        return {"buckets": states} if states else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a :meth:`state_dict` of this rank."""
+        for reduction in self._compressed:
+            reduction.load_state_dict(*state.get("buckets", ()))
+
+    @property
+    def _compressed(self) -> list[CompressedReduction]:
+        return [bucket.compressed.compressed for bucket in self._buckets if bucket.compressed is not None]
+
+    def _agree(self) -> Tensor:
+        """For each parameter whether any rank had a gradient; last, whether any has some that are not reduced yet."""
+        flags = [float(slot in b.present) for b in self._buckets for slot in range(len(b.local.parameters))]
+        agreed = torch.tensor([*flags, float(self._order.late > 0)], device=self._device)
+        return all_reduce(agreed, self._axis, "max")
+
+
+class _Bucket:
+    """One bucket: its buffer, how it is reduced, and what came of it."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        axis: Axis,
+        op: str,
+        compression: Compression | None,
+    ) -> None:
+        parameters = [parameter for _, parameter in named]
+        layout = flat_layout([tuple(parameter.shape) for parameter in parameters])
+        first = parameters[0]
+        self._axis, self._op = axis, op
+        self.local = BucketMemory(parameters, layout, dtype=first.dtype, device=first.device, keep=True)
+        self.present: set[int] = set()
+        """Slots whose parameter had a gradient on this rank since the last step."""
+        self.compressed = None
+        if compression is not None and axis.size > 1:
+            self.compressed = BackgroundReduction(
+                compression,
+                axis,
+                _segments([name for name, _ in named], layout),
+                length=layout.length,
+                dtype=first.dtype,
+                device=first.device,
+            )
+        self._reduced: Tensor | None = None
+
+    def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
+        """As :class:`~.order.Reducible`."""
+        self.present |= {slot for slot, p in enumerate(self.local.parameters) if p.grad is not None}
+        buffer = self.local.take()
+        if self._axis.size == 1:
+            return buffer, Pending.ready(buffer)
+        if self.compressed is not None:
+            return buffer, self.compressed.start(buffer, self._op)
+        return buffer, start_all_reduce(buffer, self._axis, self._op)
+
+    def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
+        """As :class:`~.order.Reducible`."""
+        result = pending.wait()
+        if self._reduced is None:
+            self._reduced = result
+        else:
+            self._reduced.add_(result)
+            self.local.give_back(result)
+
+    def publish(self, present: Sequence[bool]) -> None:
+        """Puts the reduced gradients into ``.grad`` of the parameters that had one anywhere."""
+        reduced, self._reduced = self._reduced, None
+        self.present.clear()
+        if reduced is not None:
+            self.local.publish(reduced, present)
+
+
+def _named(
+    parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names by record, as given, or by place."""
+    for number, item in enumerate(parameters):
+        name, parameter = item if isinstance(item, tuple) else (f"parameter.{number}", item)
+        yield sharding_of(parameter).name or name, parameter
+
+
+def _segments(names: Sequence[str], layout: FlatLayout) -> list[Segment]:
+    return [
+        Segment(name, start, torch.Size(shape).numel(), shape=shape)
+        for name, start, shape in zip(names, layout.starts, layout.shapes, strict=True)
+    ]
