@@ -72,6 +72,7 @@ class Grid:
                 f"ranks; choose a divisor of {shape['dp']}"
             )
         self.shape = dict(shape)
+        self.replicas = replicas
         self._sizes = {**shape, "replica": replicas, "inner": shape["dp"] // replicas}
 
     @property

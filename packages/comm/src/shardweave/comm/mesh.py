@@ -31,24 +31,15 @@ import torch
 import torch.distributed as dist
 
 from .axis import Axis
-from .background import Background, Levels, regular_levels
-from .costs import Fabric
 from .grid import AXES, DERIVED, Grid
 from .groups import Groups
 from .guards import Guard, watch_limit
-from .hierarchy import chooser
 from .ledger import Ledger
 from .options import CommOptions
-from .stream import CommStream, open_stream
+from .preparing import Backgrounds
 from .topology import Topology
 
 __all__ = ["Mesh"]
-
-_BULK = ("tp", "cp", "dp", "data", "shard", "replica")
-"""Axes that carry tensors large enough for two levels; over the others go activations, rank to rank, and numbers."""
-
-_REDUCED = ("dp", "data", "shard", "replica")
-"""Axes that gradients are reduced over, beside the backward pass."""
 
 
 class Mesh:
@@ -114,7 +105,7 @@ class Mesh:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self._groups = Groups(device, timeout)
         self._order = self.topology.order()
-        self._streams: dict[tuple[str, ...], CommStream] = {}
+        self._backgrounds = Backgrounds(self._groups, self.topology, self._options, grid.replicas)
         position = self._order.index(rank)
         self.coordinates = grid.coordinates(position)
         for name in (*AXES, *DERIVED):
@@ -160,7 +151,7 @@ class Mesh:
         mesh.ledger = Ledger()
         mesh.topology = Topology.single(1)
         mesh._groups = Groups(torch.device("cpu"), 1.0)
-        mesh._streams = {}
+        mesh._backgrounds = Backgrounds(mesh._groups, mesh.topology, CommOptions(), 1)
         mesh._guard = None
         for name in (*AXES, *DERIVED):
             setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger, factors=mesh._factors(name)))
@@ -175,8 +166,7 @@ class Mesh:
 
     def close(self) -> None:
         """Ends the streams and the watchdog, and destroys the process groups. The axes must not be used afterwards."""
-        while self._streams:
-            self._streams.popitem()[1].close()
+        self._backgrounds.close()
         self._groups.close()
         if self._guard is not None:
             self._guard.close()
@@ -195,49 +185,7 @@ class Mesh:
             nodes=tuple(self.topology.nodes[member] for member in ranks),
             guard=self._guard,
         )
-        background = self._background(axis, grid.wide(name), fibres)
-        return axis if background is None else axis.with_background(background)
-
-    def _background(
-        self, axis: Axis, wide: tuple[str, ...], fibres: Sequence[Sequence[int]]
-    ) -> Background | None:
-        """What is decided here is decided alike on all ranks: it depends on all fibres, not on this rank's."""
-        levels = [regular_levels([self.topology.nodes[member] for member in fibre]) for fibre in fibres]
-        in_levels = axis.name in _BULK and self._options.hierarchy != "flat" and levels[0] is not None
-        in_levels = in_levels and len(set(levels)) == 1
-        if not (in_levels or (self._options.background and axis.name in _REDUCED and wide)):
-            return None
-        use = "_".join(wide)  # axes of the same ranks share groups, and so the stream
-        stream = self._streams.setdefault(wide, open_stream(self._groups.device))
-        books = Ledger()  # of the stream: what its work sends is entered when somebody waited for it
-        twin = axis.beside(range(axis.size), self._groups.split(fibres, f"{use} twin"), books)
-        if not in_levels or levels[0] is None:
-            return Background(stream, twin)
-        nodes, per_node = levels[0]
-        node, place = divmod(axis.rank, per_node)
-        local = [fibre[k * per_node : (k + 1) * per_node] for fibre in fibres for k in range(nodes)]
-        across = [fibre[own::per_node] for fibre in fibres for own in range(per_node)]
-        return Background(
-            stream,
-            twin,
-            Levels(
-                axis.beside(
-                    range(node * per_node, (node + 1) * per_node),
-                    self._groups.split(local, f"{use} local"),
-                    books,
-                ),
-                axis.beside(
-                    range(place, axis.size, per_node),
-                    self._groups.split(across, f"{use} across"),
-                    books,
-                ),
-                chooser(
-                    self._options.hierarchy,
-                    Fabric(nodes, per_node, self.topology.links),
-                    native=self._groups.device.type == "cuda",
-                ),
-            ),
-        )
+        return self._backgrounds.prepare(axis, grid.wide(name), fibres)
 
     def _ranks(self, positions: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._order[position] for position in positions)

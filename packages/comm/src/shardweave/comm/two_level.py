@@ -38,7 +38,14 @@ from .background import Background, Levels
 from .partition import split_sizes
 from .wires import NOTHING, Sent
 
-__all__ = ["all_gather", "all_reduce", "background_for", "reduce_in_two_levels", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "background_for",
+    "reduce_in_two_levels",
+    "reduce_scatter",
+    "reduce_to_local",
+]
 
 _PIECE = 8 << 20
 """Bytes of the pieces in which an all-reduce goes: each rank of a node sends its share of one across."""
@@ -100,6 +107,22 @@ def reduce_in_two_levels(
     sent = piece.scatter(op).run()
     sent += between(piece.mine)
     return sent + piece.gather().run()
+
+
+def reduce_to_local(
+    whole: Tensor, out: Tensor, levels: Levels, op: str, between: Callable[[Tensor], Sent] | None = None
+) -> Sent:
+    """The first two rounds: this rank's part of the sum over all ranks, the same on all ranks of ``across``; blocks.
+
+    ``whole``: 1-D, in as many equal parts as there are ranks in ``local``; ``out``: this rank's, perhaps wider.
+    ``between``: as of :func:`reduce_in_two_levels`; default: a plain all-reduce. Copies of shards are kept so.
+    """
+    lengths = [out.numel()] * levels.local.size
+    inside, _ = algorithms.reduce_scatter(whole, out, lengths, levels.local, op)
+    sent = inside.run()
+    if between is not None:
+        return sent + between(out)
+    return sent + algorithms.all_reduce(out, levels.across, op, blocking=True).run()
 
 
 def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) -> algorithms.Steps:
