@@ -15,7 +15,7 @@ from shardweave.comm.guards.call_sites import call_site, site_of
 from shardweave.comm.guards.calls import Call, ranks_text
 from shardweave.comm.guards.progress import Progress
 from shardweave.comm.guards.records import LENGTH, Record, mismatch
-from shardweave.comm.guards.report import missing, pointer, report
+from shardweave.comm.guards.report import missing, news, pointer, report
 from shardweave.comm.guards.status import Stack, Status, Wait, status_of
 
 TP = Axis("tp", (4, 5), 0, group=object())  # type: ignore[arg-type] # nothing is sent
@@ -198,6 +198,9 @@ def test_a_report_reads_from_the_alarm_down_to_the_stacks() -> None:
         "other",
     ]
     assert pointer(alarm()) == text.splitlines()[0] + "; its report is in the output of rank 4"
+    assert [line for line in text.splitlines() if news(line)] == text.splitlines()[:1]
+    assert news(text.splitlines()[0]) == "rank 4 has waited 31 s in all_reduce number 3 on tp (ranks 4, 5, 6)"
+    assert news(pointer(alarm())) is None
 
 
 def test_nobody_missing_is_said() -> None:
@@ -208,7 +211,7 @@ def test_nobody_missing_is_said() -> None:
 
 def test_alarms_and_statuses_survive_the_store() -> None:
     assert Alarm.from_json(alarm().to_json()) == alarm()
-    progress = Progress()
+    progress = Progress(4)
     with progress.launch(Call("all_reduce", TP, torch.float32, (4,), {"operation": "sum"})):
         status = status_of(4, progress)
     assert Status.from_json(status.to_json()) == status
@@ -220,7 +223,7 @@ def test_alarms_and_statuses_survive_the_store() -> None:
 
 
 def test_progress_counts_collectives_of_the_same_ranks_together() -> None:
-    progress = Progress()
+    progress = Progress(4)
     data = Axis("data", (4, 5), 0, group=object())  # type: ignore[arg-type]
     building = progress.launch(Call("building the groups of the mesh", TP))
     first = progress.launch(Call("all_reduce", TP, torch.float32))
@@ -241,7 +244,7 @@ def test_works_on_a_device_count_until_they_are_done() -> None:
         def is_completed(self) -> bool:
             return self.done
 
-    progress, work = Progress(), Work()
+    progress, work = Progress(4), Work()
     ticket = progress.launch(Call("all_reduce", TP, torch.float32))
     ticket.keep([work])
     later = progress.launch(Call("all_reduce", TP, torch.float32))
@@ -251,8 +254,20 @@ def test_works_on_a_device_count_until_they_are_done() -> None:
     assert progress.waiting() == [later]
 
 
+def test_the_end_of_a_wait_that_was_told_of_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(4)
+    ticket = progress.launch(Call("all_reduce", TP, torch.float32))
+    with ticket:
+        ticket.told = True
+    with pytest.raises(ValueError, match="broken"), ticket:
+        raise ValueError("broken")
+    went_on, failed = capsys.readouterr().err.splitlines()
+    assert news(went_on) == "rank 4 went on after 0 s in all_reduce number 1 on tp (ranks 4, 5)"
+    assert news(failed) == "rank 4 failed after 0 s in all_reduce number 1 on tp (ranks 4, 5)"
+
+
 def test_errors_of_the_transport_say_what_was_waited_for() -> None:
-    progress = Progress()
+    progress = Progress(4)
     ticket = progress.launch(Call("all_reduce", TP, torch.float32, (4,)))
     with pytest.raises(RuntimeError) as raised, ticket:
         raise RuntimeError("Connection closed by peer")

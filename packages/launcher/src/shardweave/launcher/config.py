@@ -291,7 +291,9 @@ class Comm(_Block):
     bucket_mb: Annotated[Positive, Field(le=1e6)] = 25
     """Size of the buckets in which gradients travel."""
     timeout: Annotated[Number, Field(ge=1, le=604_800)] = 300
-    """Seconds after which a collective that does not end ends the job."""
+    """Seconds after which a collective that does not end ends the job. After a fifth of it a report is printed."""
+    debug: Flag = False
+    """Whether ranks agree on every collective before it is sent, and say where they differ. For finding mistakes."""
     compression: Literal["none", "onebit", "twobit", "topk", "powersgd"] = "none"
     """Of gradients between data-parallel ranks."""
     density: Annotated[Number, Field(gt=0, le=1)] = 0.01

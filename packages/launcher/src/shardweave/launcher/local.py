@@ -30,6 +30,7 @@ def train_local(request: Request) -> int:
 def _train(request: Request, zygote: Zygote) -> int:
     from rich.console import Console
 
+    from shardweave.comm.guards import news
     from shardweave.launcher.display import MetricsFollower, make_display, show_rows
     from shardweave.launcher.prepare import check_machine, open_run, prepare
     from shardweave.launcher.processes import launch_local
@@ -57,9 +58,11 @@ def _train(request: Request, zygote: Zygote) -> int:
     follower = MetricsFollower(run.metrics, display.record)
 
     def show(rank: int, line: str) -> None:
-        """What the first rank says to a person; everything that any rank prints is in its log."""
+        """What the first rank and watchdogs say to a person; everything that any rank prints is in its log."""
         if rank == 0 and line.startswith(MESSAGE):
             display.message(line.removeprefix(MESSAGE))
+        elif told := news(line):
+            display.message(f"{told}: see {run.log(rank)}")
 
     # Hears signals from the start of the ranks on, after a stop until this process ends.
     stops = StopWatch(config.run.stop_grace, display.message)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardweave import comm
-from shardweave.comm import Mesh
+from shardweave.comm import CommOptions, Mesh
 from shardweave.launcher.agreed_end import agreed_ends
 from shardweave.launcher.config import Config
 from shardweave.launcher.layout import layout_of
@@ -58,7 +58,12 @@ def train(config: Config, run: RunDirectory, reporter: Reporter, stopping: Stopp
         )
     comm.init(timeout=config.comm.timeout)
     mesh = Mesh(
-        dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, timeout=config.comm.timeout
+        dp=layout.data,
+        tp=layout.tensor,
+        pp=layout.pipeline,
+        cp=layout.context,
+        timeout=config.comm.timeout,
+        options=CommOptions(debug=config.comm.debug),
     )
     stop = Training(config, mesh, run, reporter, stopping).run()
     mesh.close()

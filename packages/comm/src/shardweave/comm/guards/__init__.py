@@ -17,6 +17,7 @@ from __future__ import annotations
 from .guard import Guard, watch_limit
 from .progress import Ticket
 from .records import CollectiveMismatch
+from .report import news
 from .watchdog import stop_watchdogs
 
-__all__ = ["CollectiveMismatch", "Guard", "Ticket", "stop_watchdogs", "watch_limit"]
+__all__ = ["CollectiveMismatch", "Guard", "Ticket", "news", "stop_watchdogs", "watch_limit"]

@@ -27,11 +27,13 @@ def site_of(frame: FrameType | None) -> str:
     """The user's line that led to ``frame``: ``train.py:12 in step``.
 
     With the line of another Shardweave package where one lies between: ``train.py:12 in step, through
-    shardweave/zero/reducer.py:88 in launch``. Empty when the stack has neither.
+    shardweave/zero/reducer.py:88 in launch``; that line alone when none is the user's.
     """
     through = ""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
+        if _is_in(module, f"{_PACKAGE}.zygote"):  # below it lies what forked this rank, not what it runs
+            break
         if _is_in(module, _FAMILY):
             if not through and not _is_in(module, _PACKAGE):
                 through = _line(frame)

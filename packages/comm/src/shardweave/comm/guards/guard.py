@@ -42,7 +42,7 @@ class Guard:
 
     def __init__(self, limit: float) -> None:
         self._rank, world = dist.get_rank(), dist.get_world_size()
-        self.progress = Progress()
+        self.progress = Progress(self._rank)
         self._agreement: Agreement | None = None
         self._stop: Callable[[], object] = lambda: None
         if limit:

@@ -21,7 +21,10 @@ from typing import Any, Protocol
 from .calls import Call, ranks_text
 from .processes import Process
 
-__all__ = ["Progress", "Ticket"]
+__all__ = ["MARK", "Progress", "Ticket"]
+
+MARK = "shardweave watchdog: "
+"""What the first line of whatever a watchdog says begins with."""
 
 
 class _Work(Protocol):
@@ -80,7 +83,9 @@ class Ticket:
 class Progress:
     """Of one mesh on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        """``rank``: global."""
+        self._rank = rank
         self.waits: dict[Ticket, None] = {}
         """What threads of this rank stand still in."""
         self.processes: Mapping[int, Process] = {}
@@ -115,7 +120,8 @@ class Progress:
     def went_on(self, ticket: Ticket, *, failed: bool) -> None:
         """A wait that was told of is over."""
         how = "failed" if failed else "went on"
-        sys.stderr.write(f"shardweave watchdog: {ticket} {how} after {ticket.seconds:.0f} s\n")
+        sys.stderr.write(f"{MARK}rank {self._rank} {how} after {ticket.seconds:.0f} s in {ticket}\n")
+        sys.stderr.flush()
 
     def explain(self, ticket: Ticket, error: RuntimeError) -> None:
         """Notes on an error of the transport what was waited for, and which of the ranks are gone."""

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 
 from .board import Alarm
 from .calls import ranks_text
+from .progress import MARK
 from .status import Status, Wait
 
-__all__ = ["MARK", "headline", "missing", "pointer", "report"]
+__all__ = ["headline", "missing", "news", "pointer", "report"]
 
-MARK = "shardweave watchdog: "
-"""What every first line begins with."""
+_ELSEWHERE = "; its report is in the output of rank "
 
 
 def headline(alarm: Alarm) -> str:
@@ -33,7 +33,15 @@ def headline(alarm: Alarm) -> str:
 
 def pointer(alarm: Alarm) -> str:
     """The one line of the ranks that do not print the report."""
-    return f"{headline(alarm)}; its report is in the output of rank {alarm.rank}"
+    return f"{headline(alarm)}{_ELSEWHERE}{alarm.rank}"
+
+
+def news(line: str) -> str | None:
+    """What a line of a rank's output tells whoever watches all of them: that a report begins, or that a wait is over.
+
+    ``None`` for all other lines, those that only point to a report among them.
+    """
+    return line.removeprefix(MARK) if line.startswith(MARK) and _ELSEWHERE not in line else None
 
 
 def report(alarm: Alarm, statuses: Mapping[int, Status], silent: Mapping[int, str]) -> str:

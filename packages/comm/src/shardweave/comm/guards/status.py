@@ -118,4 +118,4 @@ def _text(frame: FrameType) -> str:
 
 
 def _is_zygotes(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("shardweave.comm.zygote.")
+    return str(frame.f_globals.get("__name__", "")).startswith("shardweave.comm.zygote")
