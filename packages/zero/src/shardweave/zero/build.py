@@ -26,12 +26,16 @@ def build_units(
     names: Sequence[str],
     options: Options,
     data: Axis,
+    shard: Axis,
     make_optimizer: Callable[[Sequence[Piece]], Optimizer],
     *,
     device: torch.device,
 ) -> tuple[Unit, ...]:
-    """Moves the parameters into flat buffers, in forward order; collective over the data and partial axes."""
-    shards = data.size if options.stage > 0 else 1
+    """Moves the parameters into flat buffers, in forward order; collective over the data and partial axes.
+
+    ``shard``: the part of the data axis that one replica is sharded over, or all of it.
+    """
+    shards = shard.size if options.stage > 0 else 1
     plans = plan(parameters, names, data=data, shards=shards, bucket_mb=options.bucket_mb)
     check_agreement(plans, names, repr(options), data=data, device=device)
     flats = [FlatParameters(of_unit, [parameters[slot.index] for slot in of_unit.slots]) for of_unit in plans]
@@ -42,8 +46,8 @@ def build_units(
             flat,
             [names[slot.index] for slot in flat.plan.slots],
             axis=data,
-            op=options.reduction,
-            stage=options.stage,
+            shard_axis=shard,
+            options=options,
             formats=options.precision.resolve(flat.plan.key.dtype),
             make_optimizer=make_optimizer,
         )

@@ -43,14 +43,17 @@ class Summary:
 class NormRanges:
     """Which parts of the shards this rank counts in the norm.
 
-    ``data``, ``model``: the axes that the norm is summed over. A shard is counted by its owner, a whole
-    gradient (stage 0) by the first data rank; of a parameter's copies on the model axis one is counted.
+    ``data``, ``model``: the axes that the norm is summed over; ``shard``: the part of data that holds each element
+    once. A shard is counted by its owner in the first replica, a whole gradient (stage 0) by the first data rank; of a
+    parameter's copies on the model axis one is counted.
     ``device``: what travels is there, also on a rank without units.
     """
 
-    def __init__(self, units: Sequence[Unit], data: Axis, model: Axis, device: torch.device) -> None:
+    def __init__(
+        self, units: Sequence[Unit], data: Axis, shard: Axis, model: Axis, device: torch.device
+    ) -> None:
         self._units, self._data, self._model, self._device = units, data, model, device
-        self._ranges = [_merge(unit, data, model) for unit in units]
+        self._ranges = [_merge(unit, data, shard, model) for unit in units]
 
     def summarize(self, late: int, missing: int) -> Summary:
         """Adds up the numbers of all ranks; every rank of the data and the model axis calls it."""
@@ -131,11 +134,12 @@ def _first_broken(units: Sequence[Unit], rank: int) -> str:
     return ""
 
 
-def _merge(unit: Unit, data: Axis, model: Axis) -> list[tuple[int, int, bool]]:
+def _merge(unit: Unit, data: Axis, shard: Axis, model: Axis) -> list[tuple[int, int, bool]]:
     """The shard's pieces, neighbours that count alike taken together."""
     merged: list[tuple[int, int, bool]] = []
+    first = data.rank < shard.size if unit.sharded else data.is_first
     for piece in unit.shard.pieces:
-        counts = (unit.sharded or data.is_first) and counts_here(piece.parameter, model)
+        counts = first and counts_here(piece.parameter, model)
         if merged and merged[-1][2] == counts:
             merged[-1] = (merged[-1][0], piece.stop, counts)
         else:

@@ -34,10 +34,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis, counts_here, sharding_of
+from shardweave.comm import Axis, Compression, counts_here, sharding_of
 
 from . import state
 from .build import build_units
+from .compression import end_step
 from .groups import listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
@@ -47,6 +48,7 @@ from .options import Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
 from .reduce import Reducer
+from .replicas import shard_axis
 from .shards import ShardPiece, build_optimizer, check_elementwise, fused_by_default
 from .unit import Unit
 from .units import UnitPlan
@@ -84,6 +86,10 @@ class ZeroOptimizer(Optimizer):
     are already divided by the global count. ``loss_scale``: for float16, see :class:`LossScale`; run ``backward`` on
     :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
     ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any rank.
+    ``compression``: how gradients are sent over the data axis, with what is not sent kept for the next step; see
+    :class:`~shardweave.comm.Compression`. Updated parameters travel in full at stages 1 and 2. ``shard``: the part of
+    ``data`` that one copy is sharded over (``mesh.shard`` of a mesh with ``replicas``); default: all of it. Parameters
+    are then gathered inside a copy, and between copies only sums of shards travel.
 
     A parameter that had no gradient on any data rank is left out of the step, as torch does with ``.grad is
     None``; if it had one on some ranks, the others count as zero. ``.grad`` is handed over when it is final and
@@ -109,6 +115,8 @@ class ZeroOptimizer(Optimizer):
         nonfinite: str = "skip",
         reduction: str = "mean",
         loss_scale: LossScale | None = None,
+        compression: Compression | None = None,
+        shard: Axis | None = None,
         **optimizer_arguments: Any,
     ) -> None:
         self._options = Options(
@@ -121,9 +129,11 @@ class ZeroOptimizer(Optimizer):
             nonfinite=nonfinite,
             reduction=reduction,
             loss_scale=loss_scale,
+            compression=compression,
         )
         check_elementwise(torch_optimizer)
         self._kind, self._data, self._model = torch_optimizer, data, model or Axis.single()
+        self._shard = shard_axis(data, shard)
         self._units: tuple[Unit, ...] = ()
         self._consumed: tuple[set[int], ...] = ()
         self._built = self._closed = False
@@ -170,6 +180,7 @@ class ZeroOptimizer(Optimizer):
             summary = self._norm.summarize(0, num_missing(self._units))
         scale = self.loss_scale
         self.grad_norm = summary.norm / scale
+        applied = False
         try:
             broken = summary.broken or not bool(torch.isfinite(summary.norm))
             self.step_skipped = self._decide(broken)
@@ -179,9 +190,11 @@ class ZeroOptimizer(Optimizer):
                 if summary.missing:
                     agree_on_present(self._units, self._data)
                 self._update()
+                applied = True
             self.step_backed_off = broken and self._scaler.can_back_off
             self._scaler.move(overflow=broken)
         finally:
+            end_step(self._units, skipped=not applied, rescaled=self.loss_scale / scale)
             self._consume()
         return loss
 
@@ -392,14 +405,16 @@ class ZeroOptimizer(Optimizer):
         check_parameters(self._trained, names, self._data, self._model)
         self._take_over()
         make = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
-        self._units = build_units(self._trained, names, self._options, self._data, make, device=self._device)
+        self._units = build_units(
+            self._trained, names, self._options, self._data, self._shard, make, device=self._device
+        )
         for unit in self._units:
             for piece in unit.shard.pieces:
                 self.state[piece.parameter] = unit.optimizer.state[piece.values]
         self._reducer = Reducer(
             self._units, self._data, eager=self._options.eager, frees=self._options.stage >= 2
         )
-        self._norm = NormRanges(self._units, self._data, self._model, self._device)
+        self._norm = NormRanges(self._units, self._data, self._shard, self._model, self._device)
 
     def _take_over(self) -> None:
         """Of several optimizers built over a parameter, the last one gets its gradients."""

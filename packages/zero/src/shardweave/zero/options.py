@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from shardweave.comm import Compression
+
 from .loss_scale import LossScale
 from .offload import Offload
 from .precision import MixedPrecision
@@ -28,6 +30,7 @@ class Options:
     nonfinite: str
     reduction: str
     loss_scale: LossScale | None
+    compression: Compression | None
 
     def __post_init__(self) -> None:
         if self.stage == 3 and not isinstance(self.stage, bool):
@@ -65,8 +68,24 @@ class Options:
                 "nonfinite='skip' or 'stop', or no loss_scale"
             )
 
+        if not (self.compression is None or isinstance(self.compression, Compression)):
+            raise ValueError(
+                f"compression={self.compression!r}: give one of shardweave.comm's, e.g. OneBit(), or None"
+            )
+        if self.compression is not None and self.shard_between_micro_batches:
+            raise ValueError(
+                "shard_between_micro_batches=True with compression: what a step sends is compressed once, after its "
+                "last micro-batch; leave the option out"
+            )
+        if self.compression is not None and self.precision.reduction is not None:
+            raise ValueError(
+                f"MixedPrecision(reduction={self.precision.reduction}) has no effect with compression, which has its "
+                "own format on the wire; leave one of them out"
+            )
+
     @property
     def eager(self) -> bool:
         """Whether each micro-batch is reduced, so that no whole gradient outlives it. Stage 2 is chosen for
-        its memory, so there that is the default."""
-        return self.stage == 2 and self.shard_between_micro_batches is not False
+        its memory, so there that is the default; compression sends a step's gradient once."""
+        whole = self.shard_between_micro_batches is False or self.compression is not None
+        return self.stage == 2 and not whole

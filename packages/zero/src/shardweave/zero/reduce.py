@@ -43,6 +43,8 @@ class Reducer:
         self.order.discard()
         for unit in self._units:
             unit.drop_gradient()
+            if unit.compressed is not None:
+                unit.compressed.compressed.undo()
 
     def _sum_partial(self) -> None:
         for axis in partial_axes(unit.plan for unit in self._units):

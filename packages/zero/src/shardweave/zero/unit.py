@@ -20,14 +20,19 @@ from torch.optim import Optimizer
 
 from shardweave.comm import (
     Axis,
+    BackgroundReduction,
     BucketMemory,
+    Compression,
     Pending,
+    Segment,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    start_reduce_to_shard,
 )
 
 from .flat import FlatParameters
+from .options import Options
 from .precision import Formats
 from .shards import Piece, Shard, settings
 from .units import UnitPlan
@@ -38,8 +43,8 @@ __all__ = ["Unit"]
 class Unit:
     """Parameters, gradients and shard of one unit.
 
-    ``axis``: the data axis, and ``op``, mean or sum over it. ``stage``: 0, 1 or 2. ``names``: of the parameters, in
-    slot order. ``make_optimizer``: gives torch's optimizer for the shard's pieces.
+    ``axis``: the data axis; ``shard_axis``: it, or the part of it that one replica is sharded over. ``names``: of the
+    parameters, in slot order. ``make_optimizer``: gives torch's optimizer for the shard's pieces.
     """
 
     def __init__(
@@ -49,19 +54,19 @@ class Unit:
         names: Sequence[str],
         *,
         axis: Axis,
-        op: str,
-        stage: int,
+        shard_axis: Axis,
+        options: Options,
         formats: Formats,
         make_optimizer: Callable[[Sequence[Piece]], Optimizer],
     ) -> None:
         self.plan, self.flat, self.names, self.formats = plan, flat, tuple(names), formats
-        self.sharded = stage > 0 and axis.size > 1
+        self.sharded = options.stage > 0 and shard_axis.size > 1
         if not formats.has_masters:
             flat.convert(formats.parameters)  # the shard is then a view of the converted buffer
-        self.shard = Shard(flat, axis.rank if self.sharded else None, formats)
+        self.shard = Shard(flat, shard_axis.rank if self.sharded else None, formats)
         flat.convert(formats.parameters)
-        self._axis, self._op = axis, op
-        self._frees = stage >= 2
+        self._axis, self._shard_axis, self._op = axis, shard_axis, options.reduction
+        self._frees = options.stage >= 2
         self.local = BucketMemory(
             flat.parameters,
             plan.layout,
@@ -72,6 +77,8 @@ class Unit:
         self.optimizer = make_optimizer(self.shard.pieces)
         self.present: set[int] = set()
         """Slots whose parameter has had a gradient since the last step, here or on another rank."""
+        self.compressed = self._compression(options.compression)
+        """How its gradients are sent, where they are compressed."""
         self._incoming: Tensor | None = None
         self._spare: Tensor | None = None
 
@@ -91,17 +98,21 @@ class Unit:
         buffer = self.local.take()
         if self._axis.size == 1:
             return buffer, Pending.ready(buffer)
+        if self.compressed is not None:
+            return buffer, self.compressed.start(buffer[: self.plan.numel], self._op)
         wire = buffer.to(self.formats.reduction)
         if not self.sharded:
             return buffer, start_all_reduce(wire, self._axis, self._op)
-        out, self._spare = self._spare, None
-        if out is None:
-            out = torch.empty_like(self.shard.values)
-        return buffer, start_reduce_scatter(wire, self._axis, out=out, op=self._op)
+        if self._shard_axis == self._axis:
+            return buffer, start_reduce_scatter(wire, self._axis, out=self._out(), op=self._op)
+        return buffer, start_reduce_to_shard(wire, self._axis, out=self._out(), op=self._op)
 
     def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
         """Waits for a reduction and adds its result to what came before."""
-        result = pending.wait().to(self.formats.masters)
+        result = pending.wait()
+        if self.compressed is not None:  # reduced everywhere, in place
+            result = self._out().copy_(buffer[self.shard.start : self.shard.stop]) if self.sharded else buffer
+        result = result.to(self.formats.masters)
         if result is not buffer:
             self.local.give_back(buffer)
         if self._incoming is None:
@@ -157,4 +168,25 @@ class Unit:
         self.shard.publish()
         if not self.sharded or not self.plan.length:
             return None
-        return start_all_gather(self.shard.published(), self._axis, out=self.flat.buffer)
+        return start_all_gather(self.shard.published(), self._shard_axis, out=self.flat.buffer)
+
+    def _out(self) -> Tensor:
+        """Where a reduced shard goes."""
+        out, self._spare = self._spare, None
+        return torch.empty_like(self.shard.values) if out is None else out
+
+    def _compression(self, options: Compression | None) -> BackgroundReduction | None:
+        if options is None or self._axis.size == 1 or not self.plan.numel:
+            return None
+        segments = [
+            Segment(name, slot.start, slot.stop - slot.start, shape=slot.shape)
+            for name, slot in zip(self.names, self.plan.slots, strict=True)
+        ]
+        return BackgroundReduction(
+            options,
+            self._axis,
+            segments,
+            length=self.plan.numel,
+            dtype=self.formats.gradients,
+            device=self.plan.key.device,
+        )

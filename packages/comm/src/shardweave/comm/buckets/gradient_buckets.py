@@ -81,7 +81,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.publish([bool(next(present)) for _ in bucket.local.parameters])
         for reduction in self._compressed:
-            reduction.step()
+            reduction.steps += 1  # and not settled yet: this step may still be undone
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -156,9 +156,14 @@ class _Bucket:
                 device=first.device,
             )
         self._reduced: Tensor | None = None
+        self._settles = False
+        """Whether the next reduction is the first of a step."""
 
     def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
         """As :class:`~.order.Reducible`."""
+        if self.compressed is not None and self._settles:
+            self.compressed.compressed.settle()
+            self._settles = False
         self.present |= {slot for slot, p in enumerate(self.local.parameters) if p.grad is not None}
         buffer = self.local.take()
         if self._axis.size == 1:
@@ -179,6 +184,7 @@ class _Bucket:
     def publish(self, present: Sequence[bool]) -> None:
         """Puts the reduced gradients into ``.grad`` of the parameters that had one anywhere."""
         reduced, self._reduced = self._reduced, None
+        self._settles = True
         self.present.clear()
         if reduced is not None:
             self.local.publish(reduced, present)

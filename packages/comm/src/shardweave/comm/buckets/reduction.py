@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ..axis import Axis
 from ..background import Background
-from ..books import recorder
+from ..beside import launch_beside
 from ..compression import CompressedReduction, Compression, Segment, clip_segments
 from ..ledger import Ledger
 from ..pending import Pending
 from ..two_level import reduce_in_two_levels
-from ..wires import NOTHING, Sent
+from ..wires import Sent
 
 __all__ = ["BackgroundReduction"]
 
@@ -69,13 +69,15 @@ class BackgroundReduction:
         background = self._background
         if background is None:
             return Pending.ready(self.compressed.reduce(buffer, op))
-        sent = [NOTHING]
-
-        def work() -> None:
-            sent[0] = self._run(buffer, op, background)
-
-        record = recorder(self._axis, "compressed_all_reduce", buffer, buffer.numel(), lambda: sent[0])
-        return Pending([background.stream.launch(work)], lambda: buffer, record=record)
+        return launch_beside(
+            "compressed_all_reduce",
+            self._axis,
+            background,
+            buffer,
+            lambda: self._run(buffer, op, background),
+            buffer,
+            operation=op,
+        )
 
     def _run(self, buffer: Tensor, op: str, background: Background) -> Sent:
         ledger = background.twin.ledger

@@ -1,0 +1,29 @@
+"""Sharded inside a copy, copied across: which part of the data axis holds each element once."""
+
+from __future__ import annotations
+
+from shardweave.comm import Axis
+
+__all__ = ["shard_axis"]
+
+
+def shard_axis(data: Axis, shard: Axis | None) -> Axis:
+    """The axis to shard over: ``data`` itself, or ``shard`` after checking that it is one block of ``data``.
+
+    ValueError: ``shard`` is no block of consecutive data ranks, or the mesh did not prepare the data axis for it.
+    """
+    if shard is None or shard.size == data.size:
+        return data
+    first = data.rank // shard.size * shard.size
+    if data.size % shard.size or data.ranks[first : first + shard.size] != shard.ranks:
+        raise ValueError(
+            f"shard={shard!r} is not one of equal blocks of data={data!r}; pass shard=mesh.shard of a mesh built with "
+            "replicas"
+        )
+    levels = data.background.levels if data.background is not None else None
+    if levels is None or levels.local.ranks != shard.ranks:
+        raise ValueError(
+            f"data={data!r} is not prepared for replicas of {shard.size} ranks; build the mesh with "
+            f"Mesh(..., replicas={data.size // shard.size})"
+        )
+    return shard

@@ -1,0 +1,93 @@
+"""Sharded inside a copy and copied across: the same training, and only sums of shards between copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
+
+from shardweave.comm import Mesh, Topology
+from shardweave.zero import ZeroOptimizer
+
+ADAM = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def check(mesh: Mesh, stage: int, *, micros: int = 1, clip: float | None = 0.05) -> None:
+    net = model(seed=mesh.data.rank)
+    optimizer = ZeroOptimizer(
+        net.parameters(), torch.optim.AdamW, data=mesh.data, shard=mesh.shard, stage=stage, clip=clip,
+        bucket_mb=0.0003, **ADAM,
+    )  # fmt: skip
+    norms = []
+    for step in range(3):
+        for micro in range(micros - 1):
+            with optimizer.accumulate():
+                loss_of(net, batch(step, mesh.data.rank, micro)).backward()
+        loss_of(net, batch(step, mesh.data.rank, micros - 1)).backward()
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+    right, right_norms = one_process(
+        lambda m: torch.optim.AdamW(m.parameters(), **ADAM), mesh.data.size, micros=micros, clip=clip
+    )
+    assert_equal(net, right)
+    assert norms == pytest.approx(right_norms, rel=1e-12)
+
+
+@pytest.mark.ranks(4)
+def test_two_copies_of_two_shards() -> None:
+    for topology in (Topology.single(4), Topology.told(4, 2), Topology.told(4, 1)):
+        mesh = Mesh(dp=4, replicas=2, topology=topology)
+        for stage in (0, 1, 2):
+            check(mesh, stage)
+            check(mesh, stage, micros=3)
+        mesh.close()
+
+
+@pytest.mark.ranks(6)
+def test_three_copies_and_whole_copies() -> None:
+    for replicas in (3, 6, 2):
+        mesh = Mesh(dp=6, replicas=replicas)
+        for stage in (1, 2):
+            check(mesh, stage)
+        mesh.close()
+
+
+@pytest.mark.ranks(8)
+def test_with_context_and_tensor_axes() -> None:
+    """The context axis is part of what a copy is sharded over."""
+    mesh = Mesh(dp=2, cp=2, tp=2, replicas=2)
+    assert (mesh.shard.size, mesh.replica.size) == (2, 2)
+    check(mesh, 2)
+    mesh.close()
+
+
+@pytest.mark.ranks(4)
+def test_what_travels_between_the_copies() -> None:
+    """Of n elements each rank sends its half of the sum to the other copy, and parameters stay inside theirs."""
+    mesh = Mesh(dp=4, replicas=2, topology=Topology.told(4, 2))
+    weight = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+    optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, shard=mesh.shard, stage=1, lr=0.1)
+    mesh.ledger.reset()
+    (weight * (mesh.data.rank + 1)).sum().backward()
+    optimizer.step()
+    assert bool((weight == -0.1 * 2.5).all())
+    reduced = mesh.ledger.total("data", "reduce_to_shard", link="network")
+    assert (reduced.calls, reduced.bytes, reduced.sent) == (1, 8000, 8 * 500)  # 2 (N-1)/N of 500, N = 2
+    assert mesh.ledger.total(kind="all_gather", link="network").calls == 0
+    assert mesh.ledger.total("shard", "all_gather").sent == 8 * 500
+    shares = [piece.values.numel() for piece in optimizer.pieces()]
+    assert shares == [500]
+    mesh.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_shard_that_does_not_fit_is_refused() -> None:
+    plain, mesh = Mesh(dp=4), Mesh(dp=2, tp=2)
+    net = model()
+    with pytest.raises(ValueError, match=r"not one of equal blocks of data=.*shard=mesh.shard"):
+        ZeroOptimizer(net.parameters(), torch.optim.SGD, data=plain.data, shard=mesh.dp, lr=1)
+    half = plain.data.blocks(2)
+    with pytest.raises(
+        ValueError, match=r"not prepared for replicas of 2 ranks; build the mesh with Mesh\(..., repl"
+    ):
+        ZeroOptimizer(net.parameters(), torch.optim.SGD, data=plain.data, shard=half, lr=1)
