@@ -6,15 +6,10 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from shardweave.comm.guards.processes import Process, own_process
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux' /proc")
 
 
 def of_child(child: subprocess.Popen[bytes]) -> Process:

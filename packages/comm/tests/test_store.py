@@ -12,8 +12,6 @@ import pytest
 from shardweave.comm.store import environment_store, is_loopback, open_listener, serve_store
 from shardweave.comm.testing.listeners import listeners, open_to_others
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux' /proc")
-
 RANK = """
 import os
 import torch
@@ -34,7 +32,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@linux
 def test_a_store_is_on_one_address() -> None:
     before = listeners(os.getpid())
     store = serve_store(open_listener(), timeout=5)
@@ -48,7 +45,6 @@ def test_a_store_is_on_one_address() -> None:
     assert listeners(os.getpid()) == before
 
 
-@linux
 def test_other_addresses_are_seen_as_open_to_others() -> None:
     with socket.create_server(("0.0.0.0", 0)) as everywhere:
         assert open_to_others(os.getpid()) == {("0.0.0.0", everywhere.getsockname()[1])}
@@ -82,7 +78,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
 
-@linux
 def test_an_address_of_another_machine_is_listened_on_everywhere_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +94,6 @@ def test_the_store_of_torchruns_agent_is_left_to_torch(monkeypatch: pytest.Monke
     assert environment_store(timeout=5) is None
 
 
-@linux
 def test_ranks_that_meet_on_the_loopback_address_listen_on_nothing_else() -> None:
     """Started by something that sets the four variables only: the store, gloo, and what debug mode adds."""
     shared = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}

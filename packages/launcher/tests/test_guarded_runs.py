@@ -18,10 +18,7 @@ import pytest
 from shardweave.comm.testing.listeners import listeners, open_to_others
 from shardweave.launcher.metrics import read_metrics
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(sys.platform != "linux", reason="asks Linux' /proc"),
-]
+pytestmark = pytest.mark.timeout(180)
 
 COMMAND = [sys.executable, "-m", "shardweave.launcher", "train", "tiny.yaml"]
 TINY = """
