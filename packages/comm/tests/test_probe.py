@@ -147,7 +147,7 @@ def test_a_shaped_link_is_found_within_15_percent() -> None:
     mesh = Mesh(dp=4, topology=topology)
     begin = time.perf_counter()
     found = measure_links(topology, mesh.world)
-    assert time.perf_counter() - begin < 10  # alone on two cores 0.6 s; never long, however busy the machine
+    assert time.perf_counter() - begin < 10  # about one; other work on the machine may slow it
     assert found.links.network.bandwidth * 8 == pytest.approx(200e6, rel=0.15)
     assert found.links.node.bandwidth > 2 * found.links.network.bandwidth
     assert mesh.ledger.total() == Ledger().total()
