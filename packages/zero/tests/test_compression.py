@@ -6,6 +6,7 @@ every parameter by the sum of all gradients, less what the residuals say is stil
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from shardweave import comm
-from shardweave.comm import CommOptions, Compression, Mesh, OneBit, PowerSGD, TopK, Topology, TwoBit
+from shardweave.comm import (
+    CommOptions,
+    Compression,
+    Mesh,
+    OneBit,
+    PowerSGD,
+    Sharding,
+    TopK,
+    Topology,
+    TwoBit,
+    set_sharding,
+)
 from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer
+from shardweave.zero.checkpoint import load_checkpoint, save_checkpoint
 from shardweave.zero.compression import compressed_reductions
 
 SHAPES = {"a": (40, 33), "b": (7,), "c": (9, 5), "d": ()}
@@ -82,7 +95,6 @@ def check(mesh: Mesh, stage: int, compression: Compression, *, micros: int = 1) 
             -RATE * (given - left[name]),
             rtol=1e-10,
             atol=1e-11,
-            msg=lambda m: f"{name}: {m}",
         )
     assert any(bool((rest != 0).any()) for rest in left.values())
 
@@ -156,13 +168,128 @@ def test_what_does_not_go_together_is_refused() -> None:
                 parameters().values(), torch.optim.SGD, data=mesh.data, lr=1, compression=OneBit(), **options
             )
     wrong: Any = "onebit"
-    with pytest.raises(ValueError, match="compression='onebit': give one of shardweave.comm's"):
+    with pytest.raises(ValueError, match=r"compression='onebit': give one of shardweave\.comm's"):
         ZeroOptimizer(parameters().values(), torch.optim.SGD, data=mesh.data, lr=1, compression=wrong)
     with pytest.raises(ValueError, match="not prepared"):
         ZeroOptimizer(
             parameters().values(), torch.optim.SGD, data=Mesh(dp=2).data, lr=1, compression=OneBit()
         )
     mesh.close()
+
+
+def optimizer_of(
+    mesh: Mesh, ours: dict[str, nn.Parameter], compression: Compression | None, bucket_mb: float, op: str
+) -> ZeroOptimizer:
+    return ZeroOptimizer(
+        ours.items(), torch.optim.SGD, data=mesh.data, model=mesh.model, stage=1, lr=RATE,
+        bucket_mb=bucket_mb, compression=compression, reduction=op,
+    )  # fmt: skip
+
+
+def some_steps(optimizer: ZeroOptimizer, ours: dict[str, nn.Parameter], mesh: Mesh, steps: range) -> None:
+    for step in steps:
+        backward(ours, mesh.data.rank, step)
+        optimizer.step()
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, nodes: int) -> None:
+    mesh = mesh_of(1, nodes)
+    for number, compression in enumerate((*KINDS, TopK(density=0.2, momentum=0.9))):
+        straight, stopped, resumed = parameters(), parameters(), parameters()
+        some_steps(optimizer_of(mesh, straight, compression, 0.002, "mean"), straight, mesh, range(6))
+        optimizer = optimizer_of(mesh, stopped, compression, 0.002, "mean")
+        some_steps(optimizer, stopped, mesh, range(4))
+        save_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
+        local = optimizer.local_state()
+        optimizer = optimizer_of(mesh, resumed, compression, 0.002, "mean")
+        load_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
+        some_steps(optimizer, resumed, mesh, range(4, 6))
+        again = parameters()
+        optimizer = optimizer_of(mesh, again, compression, 0.002, "mean")
+        optimizer.load_local_state(local)
+        some_steps(optimizer, again, mesh, range(4, 6))
+        for name, right in straight.items():
+            assert torch.equal(resumed[name], right), (compression, name)
+            assert torch.equal(again[name], right), (compression, name)
+    mesh.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_another_number_of_workers_owes_the_same(tmp_path: Path, op: str) -> None:
+    """From four workers, or two nodes, to two or one node each, with other buckets and another kind of compression."""
+    options = CommOptions(background=True)
+    meshes = (
+        Mesh(dp=4, options=options),
+        Mesh(dp=4, options=options, topology=Topology.told(4, 2)),
+        Mesh(dp=2, tp=2, options=options),
+    )
+    saved: list[dict[str, Tensor]] = []
+    for number, mesh in enumerate(meshes):
+        ours = parameters()
+        optimizer = optimizer_of(mesh, ours, KINDS[number], 0.002, op)
+        some_steps(optimizer, ours, mesh, range(4))
+        save_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
+        saved.append(summed(optimizer, mesh, op))
+    for number, before in enumerate(saved):
+        for mesh in meshes:
+            for compression in (OneBit(block=32), TopK(density=0.1)):
+                optimizer = optimizer_of(mesh, parameters(), compression, 1.0, op)
+                load_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
+                for name, now in summed(optimizer, mesh, op).items():
+                    torch.testing.assert_close(now, before[name], rtol=1e-12, atol=1e-13)
+        plain = optimizer_of(meshes[0], parameters(), None, 1.0, op)
+        load_checkpoint(tmp_path / str(number), plain, world=meshes[0].world)  # has no use for them
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.mark.ranks(4)
+def test_partial_sums_have_residuals_of_their_own(tmp_path: Path) -> None:
+    """A gradient that is a sum over tensor ranks: each compresses its summand, and owes it on any other layout."""
+    options = CommOptions(background=True)
+    partial, whole = Mesh(dp=2, tp=2, options=options), Mesh(dp=4, options=options)
+    weight = nn.Parameter(torch.zeros(70, dtype=torch.float64))
+    set_sharding(weight, Sharding(name="w", shape=(70,), partial=(partial.tp,)))
+    optimizer = optimizer_of(partial, {"w": weight}, OneBit(block=32), 1.0, "mean")
+    given = torch.zeros(70, dtype=torch.float64)
+    for step in range(5):
+        everyone = [
+            torch.randn(70, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(4)
+        ]
+        (weight * everyone[partial.world.rank]).sum().backward()
+        optimizer.step()
+        given += torch.stack(everyone).sum(0) / 2  # the mean over data, the sum over tensor ranks
+    left = given + weight.detach() / RATE
+    assert bool((left != 0).all())
+    torch.testing.assert_close(total_owed(optimizer, partial), left, rtol=1e-11, atol=1e-12)
+    save_checkpoint(tmp_path / "saved", optimizer, world=partial.world)
+    for mesh, is_partial in ((partial, True), (whole, False)):
+        weight = nn.Parameter(torch.zeros(70, dtype=torch.float64))
+        set_sharding(weight, Sharding(name="w", shape=(70,), partial=(mesh.tp,) if is_partial else ()))
+        optimizer = optimizer_of(mesh, {"w": weight}, OneBit(block=64), 1.0, "mean")
+        load_checkpoint(tmp_path / "saved", optimizer, world=mesh.world)
+        torch.testing.assert_close(total_owed(optimizer, mesh), left, rtol=1e-11, atol=1e-12)
+
+
+def total_owed(optimizer: ZeroOptimizer, mesh: Mesh) -> Tensor:
+    """Of the one parameter: the mean over workers, summed over everything else."""
+    total = torch.zeros(70, dtype=torch.float64)
+    for unit in optimizer.residuals():
+        for piece in unit.reduction.residuals():
+            share = 1.0 if piece.kind == "owner" else 1 / unit.reduction.axis.size
+            total[piece.begin : piece.begin + piece.values.numel()] += share * piece.values
+    return comm.all_reduce(total, mesh.world)
+
+
+def summed(optimizer: ZeroOptimizer, mesh: Mesh, op: str) -> dict[str, Tensor]:
+    """What is owed, in units of what the optimizer applies."""
+    workers = {reduction.axis.size for reduction in compressed_reductions(optimizer._units)}
+    [factor] = workers if op == "sum" else {1}
+    return {name: part * factor for name, part in owed(optimizer, mesh).items()}
 
 
 def test_one_process_sends_nothing_and_keeps_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
@@ -9,7 +11,7 @@ from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_pr
 from shardweave.comm import Mesh, Topology
 from shardweave.zero import ZeroOptimizer
 
-ADAM = {"lr": 0.01, "weight_decay": 0.1}
+ADAM: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
 
 def check(mesh: Mesh, stage: int, *, micros: int = 1, clip: float | None = 0.05) -> None:
@@ -84,7 +86,7 @@ def test_what_travels_between_the_copies() -> None:
 def test_a_shard_that_does_not_fit_is_refused() -> None:
     plain, mesh = Mesh(dp=4), Mesh(dp=2, tp=2)
     net = model()
-    with pytest.raises(ValueError, match=r"not one of equal blocks of data=.*shard=mesh.shard"):
+    with pytest.raises(ValueError, match=r"not one of equal blocks of data=.*shard=mesh\.shard"):
         ZeroOptimizer(net.parameters(), torch.optim.SGD, data=plain.data, shard=mesh.dp, lr=1)
     half = plain.data.blocks(2)
     with pytest.raises(

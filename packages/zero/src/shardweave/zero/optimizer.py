@@ -38,7 +38,14 @@ from shardweave.comm import Axis, Compression, counts_here, sharding_of
 
 from . import state
 from .build import build_units
-from .compression import end_step
+from .compression import (
+    UnitResiduals,
+    compression_counters,
+    end_step,
+    load_local_residuals,
+    local_residuals,
+    unit_residuals,
+)
 from .groups import listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
@@ -261,6 +268,16 @@ class ZeroOptimizer(Optimizer):
         return int(self._options.stage)
 
     @property
+    def model(self) -> Axis:
+        """The axis over which the model is spread."""
+        return self._model
+
+    @property
+    def reduction(self) -> str:
+        """``mean`` or ``sum`` over the data axis."""
+        return self._options.reduction
+
+    @property
     def units(self) -> tuple[UnitPlan, ...]:
         """The flat buffers, in forward order: which parameter lies where, and their padding."""
         return tuple(unit.plan for unit in self._units)
@@ -295,6 +312,10 @@ class ZeroOptimizer(Optimizer):
         place in the groups (``group0.3``)."""
         return self._names[id(parameter)]
 
+    def residuals(self) -> Iterator[UnitResiduals]:
+        """What compressed gradients have not sent yet, unit by unit, in forward order; nothing without compression."""
+        return unit_residuals(self._units)
+
     def frozen(self) -> dict[str, Parameter]:
         """The parameters that were frozen when the optimizer was built: it has no shard of them."""
         return {self._names[id(parameter)]: parameter for parameter in self._frozen}
@@ -320,6 +341,7 @@ class ZeroOptimizer(Optimizer):
             "kind": self._kind.__name__,
             "skipped": self.skipped,
             "loss_scale": self.loss_scale_state(),
+            "compression": compression_counters(self._options.compression, self._data, self._units),
         }
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
@@ -348,6 +370,7 @@ class ZeroOptimizer(Optimizer):
         saved = state.capture(self._units, self.param_groups, self._layout())
         saved["skipped"] = self.skipped
         saved |= {f"{_SCALE}{key}": value for key, value in self.loss_scale_state().items()}
+        saved |= local_residuals(self._units)
         return saved
 
     def load_local_state(self, saved: state.LocalState) -> None:
@@ -364,6 +387,7 @@ class ZeroOptimizer(Optimizer):
             self._publish()
         self.skipped = int(saved.get("skipped", 0))
         self._scaler.restore(scale)
+        load_local_residuals(self._units, saved)
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`local_state` in the shape of ``torch.optim.Optimizer.state_dict``: this rank's pieces."""

@@ -22,6 +22,8 @@ from .manifest import Manifest
 from .placed import Placed, PlacedTensors
 from .planning import PlacedLoadPlanner
 from .receiving import Request, request_of
+from .residuals import PREFIX as RESIDUAL
+from .residuals import ResidualLoader
 from .saving import extra_tensors, failures, stream_tensors
 from .storage import Reader
 from .streams import capture_streams, reseed_streams, restore_streams
@@ -29,6 +31,9 @@ from .streams import capture_streams, reseed_streams, restore_streams
 __all__ = ["Loaded", "load_checkpoint", "read_manifest_together"]
 
 _LISTED = 8
+
+_OF_LAYOUTS = ("random/", f"{RESIDUAL}/")
+"""What another layout, or a run without compression, has no use for."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,11 @@ def load_checkpoint(
     request.add_optional(stream_tensors(streams, world.rank if same_ranks else 0))
     missing, unexpected = _agree(request, manifest, world, path, strict)
     _read(path, request.found, manifest, world, patience)
+    residuals = ResidualLoader(optimizer, manifest)
+    for arriving in residuals.rounds():
+        _read(path, arriving, manifest, world, patience)
     request.finish(optimizer)
+    residuals.finish()
     optimizer.publish()
     if same_ranks:
         restore_streams(streams, generators or {})
@@ -110,7 +119,7 @@ def _agree(
     told = gather_values({"missing": request.missing, "problems": request.problems}, world)
     problems = list(dict.fromkeys(problem for one in told for problem in one["problems"]))
     missing = tuple(sorted({name for one in told for name in one["missing"]}))
-    names = [name for name in sorted(manifest.tensors) if not name.startswith("random/")]
+    names = [name for name in sorted(manifest.tensors) if not name.startswith(_OF_LAYOUTS)]
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     wanted = torch.tensor([name in request.named for name in names], dtype=torch.int32, device=device)
     if names:

@@ -13,6 +13,7 @@ from ..shards import ShardPiece
 from .contents import placed_frozen, placed_state, placed_values
 from .manifest import Group, Manifest
 from .placed import Placed
+from .residuals import PREFIX as RESIDUAL
 from .scalars import decoded
 
 __all__ = ["Request", "request_of"]
@@ -126,7 +127,7 @@ def _states_by_parameter(manifest: Manifest) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name, entry in manifest.tensors.items():
         key, slash, parameter = name.partition("/")
-        if slash and key not in ("extra", "random"):
+        if slash and key not in ("extra", "random", RESIDUAL):
             found.setdefault(parameter, {})[key] = entry.dtype
     return found
 

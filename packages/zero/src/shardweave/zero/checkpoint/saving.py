@@ -25,6 +25,7 @@ from .errors import CheckpointWriteError
 from .manifest import Manifest
 from .placed import Placed, PlacedTensors
 from .planning import PlacedSavePlanner
+from .residuals import residual_tensors
 from .storage import Writer
 from .streams import capture_streams
 
@@ -76,6 +77,7 @@ def save_checkpoint(
     )
     placed = {
         **contents.tensors,
+        **residual_tensors(optimizer),
         **extra_tensors(tensors or {}),
         **stream_tensors(capture_streams(generators or {}), world.rank),
     }
