@@ -12,6 +12,8 @@ rectangles              :class:`Rectangle`, :func:`flat_rectangles`: a flat rang
 values                  :func:`gather_values`, :func:`broadcast_value`: small JSON values, for decisions of all ranks
 gradients               :func:`sum_partial_gradients`, :func:`gradient_norm`, :func:`clip_gradients`
 readiness               :func:`gradient_work`, :class:`WeightGradients`: when a gradient is final
+compression             :class:`CompressedReduction` with :class:`OneBit`, :class:`TwoBit`, :class:`EightBit`,
+                        :class:`TopK` or :class:`PowerSGD`: gradients in few bytes, what was not sent is kept
 ledger                  :class:`Ledger`: every byte, by axis, kind and link
 random                  :func:`named_generator`, :func:`keyed_dropout`: random numbers that do not know the layout
 testing                 :func:`shardweave.comm.testing.run_ranks`, ``@pytest.mark.ranks(n)``
@@ -32,6 +34,7 @@ from .autograd import (
     scatter_to,
 )
 from .axis import Axis
+from .beside import start_reduce_to_shard
 from .buckets import (
     BackgroundReduction,
     BucketMemory,
@@ -54,6 +57,20 @@ from .collectives import (
     start_all_to_all,
     start_broadcast,
     start_reduce_scatter,
+)
+from .compression import (
+    CompressedReduction,
+    Compression,
+    EightBit,
+    OneBit,
+    PowerSGD,
+    Residual,
+    Segment,
+    TopK,
+    TwoBit,
+    clip_segments,
+    consecutive_segments,
+    redistribute_residuals,
 )
 from .costs import Fabric
 from .gradients import clip_gradients, gradient_norm, sum_partial_gradients
@@ -98,7 +115,10 @@ __all__ = [
     "BucketMemory",
     "CollectiveMismatch",
     "CommOptions",
+    "CompressedReduction",
+    "Compression",
     "DropoutStreams",
+    "EightBit",
     "Fabric",
     "FlatLayout",
     "GradientBuckets",
@@ -109,15 +129,21 @@ __all__ = [
     "Links",
     "Mesh",
     "Message",
+    "OneBit",
     "OrderedReduction",
     "Pending",
+    "PowerSGD",
     "Rectangle",
     "Reducible",
+    "Residual",
+    "Segment",
     "Sharding",
     "Split",
     "Subscription",
+    "TopK",
     "Topology",
     "Traffic",
+    "TwoBit",
     "WeightGradients",
     "__version__",
     "all_gather",
@@ -127,7 +153,9 @@ __all__ = [
     "broadcast",
     "broadcast_value",
     "clip_gradients",
+    "clip_segments",
     "combine_keys",
+    "consecutive_segments",
     "copy_to",
     "costs",
     "counts_here",
@@ -155,6 +183,7 @@ __all__ = [
     "plan_buckets",
     "receive",
     "rectangle_views",
+    "redistribute_residuals",
     "reduce_from",
     "reduce_scatter",
     "reduce_scatter_to",
@@ -171,6 +200,7 @@ __all__ = [
     "start_all_to_all",
     "start_broadcast",
     "start_receive",
+    "start_reduce_to_shard",
     "start_reduce_scatter",
     "start_send",
     "sum_partial_gradients",
