@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from shardweave.comm.guards.watchdog import Watchdog
 from shardweave.comm.testing import RankError, run_ranks
 
 WATCH = CommOptions(watch=1.0)
-LIMIT = 12
+LIMIT = 20
 """Seconds within which a report has to be there, with all that eight processes on two cores take."""
 
 HEADLINE = r"shardweave watchdog: rank \d+ has waited \d+ s in "
@@ -179,6 +180,20 @@ def test_a_stopped_rank_is_told_as_stopped(tmp_path: Path) -> None:
     assert "missing: rank 1\n" in report
     assert "rank 1 does not answer: its process is stopped (by SIGSTOP or a debugger)" in report
     assert "--- rank 1" not in report
+    mesh.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_stuck_outside_python_is_told_as_such(tmp_path: Path) -> None:
+    """In a library that keeps Python's lock: no thread of the rank can answer, and its process runs."""
+    mesh = Mesh(tp=2, options=WATCH)
+    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+        if mesh.tp.rank:
+            ctypes.PyDLL(None).sleep(6)
+        comm.barrier(mesh.tp)
+    report = one_report(tmp_path)
+    assert "missing: rank 1\n" in report
+    assert "rank 1 does not answer: it runs, but is stuck outside Python" in report
     mesh.close()
 
 

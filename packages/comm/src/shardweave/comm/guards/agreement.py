@@ -31,7 +31,10 @@ from .calls import ranks_text
 from .progress import Ticket
 from .records import LENGTH, Record, mismatch
 
-__all__ = ["AgreedMessage", "Agreement"]
+__all__ = ["AGREEING", "AgreedMessage", "Agreement"]
+
+AGREEING = "shardweave-agreement"
+"""Name of the threads that messages are agreed on in."""
 
 _HALF = 1 << 30
 """Tags of collectives' records are below it, those of messages from there on."""
@@ -73,22 +76,24 @@ class Agreement:
 
     def message(self, ticket: Ticket, post: Callable[[], dist.Work], tag: int) -> AgreedMessage:
         """Begins to agree on a send or receive; ``post`` posts it. ``tag``: the caller's."""
-        call = ticket.call
-        if call.peer is None:
+        call, peer = ticket.call, ticket.call.peer
+        if peer is None:
             raise ValueError(f"{call.kind} is no message")
-        ends = (self._rank, call.peer) if call.kind == "send" else (call.peer, self._rank)
+        ends = (self._rank, peer) if call.kind == "send" else (peer, self._rank)
         channel = _HALF + crc32(f"{call.axis.name} {ends} {tag}".encode()) % _HALF
-        end = f"{call.kind} of shape {tuple(call.shape)} {'to' if call.kind == 'send' else 'from'} rank {call.peer}"
+        end = (
+            f"{call.kind} of shape {tuple(call.shape)} {'to' if call.kind == 'send' else 'from'} rank {peer}"
+        )
         # Without a number: messages of different tags may be sent and received in different orders.
         mine = Record.of(self._rank, 0, call.fields, call_site(), end)
-        buffer, arriving = self._receive(call.peer, channel)
+        buffer, arriving = self._receive(peer, channel)
         packed = _tensor(mine.pack())
-        sending = self._send(packed, call.peer, channel)
+        sending = self._send(packed, peer, channel)
 
         def compare() -> None:
             arriving.wait()
             sending.wait()
-            theirs = Record.unpack(call.peer or 0, _bytes(buffer))
+            theirs = Record.unpack(peer, _bytes(buffer))
             ordered = sorted((mine, theirs), key=lambda record: record.rank)
             error = mismatch(ordered, f"a message from rank {ends[0]} to rank {ends[1]}")
             if error is not None:
@@ -121,7 +126,7 @@ class AgreedMessage:
         self._work: dist.Work | None = None
         self._error: BaseException | None = None
         steps = (compare, post, before)
-        threading.Thread(target=self._run, args=steps, name="shardweave-agreement", daemon=True).start()
+        threading.Thread(target=self._run, args=steps, name=AGREEING, daemon=True).start()
 
     def wait(self) -> bool:
         """Returns when the message has been sent or received."""

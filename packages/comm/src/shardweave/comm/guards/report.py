@@ -52,7 +52,7 @@ def report(alarm: Alarm, statuses: Mapping[int, Status], silent: Mapping[int, st
         lines.append(f"  missing: {ranks_text(absent)}")
     else:
         lines.append(
-            "  missing: nobody. All have come: what they say below differs (`Mesh(debug=True)` would have named the "
+            "  missing: nobody. All have come: what they say below differs (`CommOptions(debug=True)` names the "
             "lines), or the network carries nothing, or little"
         )
     for rank in sorted({*statuses, *silent}):

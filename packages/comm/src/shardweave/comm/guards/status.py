@@ -10,6 +10,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 
+from .agreement import AGREEING
 from .call_sites import site_of
 from .progress import Progress, Ticket
 
@@ -100,9 +101,10 @@ def wait_of(ticket: Ticket, frames: dict[int, FrameType]) -> Wait:
 def _stacks(frames: dict[int, FrameType]) -> tuple[Stack, ...]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    asking = threading.get_ident()
+    # One thread for each message that is not agreed on yet says nothing that the waits do not.
+    left_out = {ident for ident, name in names.items() if name == AGREEING} | {threading.get_ident()}
     stacks = []
-    for ident in sorted(frames.keys() - {asking}, key=lambda ident: (ident != main, ident)):
+    for ident in sorted(frames.keys() - left_out, key=lambda ident: (ident != main, ident)):
         text = _text(frames[ident])
         if len(text) > _LONGEST:
             text = "  ...\n" + text[-_LONGEST:].partition("\n")[2]

@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from .board import Alarm, Board
 from .calls import Call
 from .processes import own_process
@@ -35,6 +37,13 @@ _FEW = 64
 """In worlds of up to this many ranks all of them are asked, else those that are waited for."""
 
 _SILENT = "it is stuck outside Python, stopped, ended, or has not begun to build this mesh"
+_REASONS = {
+    "ended": "its process has ended",
+    "stopped": "its process is stopped (by SIGSTOP or a debugger)",
+    "waiting for the kernel": "its process waits for the kernel (a disk or a network file system, say)",
+    "running": "it runs, but is stuck outside Python, or has not begun to build this mesh",
+}
+"""By state of the process, why a rank does not answer."""
 
 
 class Watchdog(threading.Thread):
@@ -59,7 +68,7 @@ class Watchdog(threading.Thread):
             self._board.introduce(self._rank, own_process())
             while not self._stopped.wait(self._interval):
                 self._look()
-        except RuntimeError:
+        except dist.DistError:
             return  # the store is gone: the job ends, or is beyond what could be asked
         finally:
             del self._board  # with its connection
@@ -112,21 +121,16 @@ class Watchdog(threading.Thread):
         patience = time.monotonic() + 2.0 + 2 * self._interval
         while True:
             answers = self._board.answers(self._next, alarm.asked)
-            silent = self._silent([rank for rank in alarm.asked if rank not in answers])
-            hoped_for = any(text == _SILENT for text in silent.values())
-            if not hoped_for or time.monotonic() > patience or self._stopped.wait(0.1):
-                return report(alarm, answers, silent)
+            silent = self._states([rank for rank in alarm.asked if rank not in answers])
+            all_told = set(silent.values()) <= {"ended", "stopped"}
+            if all_told or time.monotonic() > patience or self._stopped.wait(0.1):
+                reasons = {rank: _REASONS.get(state, _SILENT) for rank, state in silent.items()}
+                return report(alarm, answers, reasons)
 
-    def _silent(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Of ranks that have not answered (yet): what the kernel knows of them, if it is this machine's."""
+    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What the kernel knows of the processes of ranks that have not answered (yet), if it is this machine's."""
         processes = {rank: self._board.process(rank) for rank in ranks}
-        states = {rank: process.state() if process else "unknown" for rank, process in processes.items()}
-        words = {
-            "ended": "its process has ended",
-            "stopped": "its process is stopped (by SIGSTOP or a debugger)",
-            "waiting for the kernel": "its process waits for the kernel (a disk or a network file system, say)",
-        }
-        return {rank: words.get(state, _SILENT) for rank, state in states.items()}
+        return {rank: process.state() if process else "unknown" for rank, process in processes.items()}
 
 
 def stop_watchdogs() -> None:
