@@ -169,3 +169,27 @@ def test_reports_of_failing_tests(tmp_path: Path) -> None:
     assert "UserWarning: mind the gap" in report
     assert "fixture 'capsys' cannot be sent to the ranks" in report
     assert "run_entry" not in report  # no frames of the harness
+
+
+SCRIPT = """
+from shardweave.comm.testing import run_ranks
+
+def first():
+    return 1
+
+if __name__ == "__main__":
+    assert run_ranks(first, 2) == [1, 1]
+
+def second():
+    return 2
+
+if __name__ == "__main__":
+    assert run_ranks(second, 2) == [2, 2]
+"""
+
+
+def test_a_script_may_define_functions_after_its_first_ranks(tmp_path: Path) -> None:
+    """The process that ranks are forked from began when the script had not come so far."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT, encoding="utf-8")
+    subprocess.run([sys.executable, str(file)], check=True, timeout=60)

@@ -1,7 +1,7 @@
 """Compressed gradients under every stage: nothing is lost, nothing is counted twice, skipped steps leave no trace.
 
-With a loss that is linear in the parameters, gradients do not depend on what was applied before. Then plain SGD has moved
-every parameter by the sum of all gradients, less what the residuals say is still owed.
+With a loss that is linear in the parameters, gradients do not depend on what was applied before. Then plain SGD has
+moved every parameter by the sum of all gradients, less what the residuals say is still owed.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ class Entry:
         loaded = sys.modules.get(self.module)
         if self.path is None:
             return loaded or importlib.import_module(self.module)
-        if loaded is not None and getattr(loaded, "__file__", None) == self.path:
+        # A script that forked this process while it ran may not have come to the function yet.
+        there = hasattr(loaded, self.qualname.partition(".")[0]) if self.qualname else True
+        if loaded is not None and getattr(loaded, "__file__", None) == self.path and there:
             return loaded
         # A script is not run again: under another name its `if __name__ == "__main__"` part stays quiet.
         spec = _spec(_SCRIPT if self.module == "__main__" else self.module, self.path)

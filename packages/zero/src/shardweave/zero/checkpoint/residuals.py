@@ -10,9 +10,9 @@
 Contributors and places: see ``zero/compression.py``. Numbers are in units of the mean gradient over W workers.
 
 [Note: Another number of contributors]
-    The same number finds its own again, bit for bit. Another number shares the debt. With W workers and P places before,
-    W' and P' now, what is owed of a mean is (sum of all residuals) / W + (sum of the owners'), and W times that of a sum.
-    Each of the W' P' contributors starts with an equal share, and so does each of the P' owners of an element::
+    The same number finds its own again, bit for bit. Another number shares the debt. With W workers and P places
+    before, W' and P' now, what is owed of a mean is (sum of all residuals) / W + (sum of the owners'), and W times that
+    of a sum. Each of the W' P' contributors starts with an equal share, and so does each of an element's P' owners::
 
         mean    worker  W' / (W W' P') of the sum      owner  1 / P' of the sum
         sum     worker  1 / (W' P')                    owner  W / (W' P')
