@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from shardweave import comm
-from shardweave.comm import Ledger, LedgerKey, Mesh, Traffic
+from shardweave.comm import (
+    Axis,
+    Ledger,
+    LedgerKey,
+    Mesh,
+    Pending,
+    Traffic,
+    ledger_dict,
+    ledger_table,
+    wires,
+)
+from shardweave.comm.books import Booking, DeviceEntry
 
 
 def test_totals_are_sums_over_entries() -> None:
@@ -61,3 +74,75 @@ def test_hidden_communication_is_not_exposed() -> None:
     traffic = mesh.ledger.total("dp")
     assert traffic.calls == 1
     assert traffic.exposed < 0.5 < 1.0 <= traffic.seconds
+
+
+class FakeEvent:
+    """An event of a stream whose clock a test turns on."""
+
+    now = 0.0
+    waited_for = 0
+
+    def record(self) -> None:
+        self.time = FakeEvent.now
+
+    def synchronize(self) -> None:
+        FakeEvent.waited_for += 1
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.time - self.time
+
+
+def test_on_a_device_the_times_are_those_of_its_stream() -> None:
+    """Nobody waits for the device before the ledger is read; it then has the stream's times, not the host's."""
+    no_group: Any = object()
+    axis = Axis("dp", (0, 1), 0, group=no_group, nodes=(0, 1))
+    sent = wires.Sent(node=3, network=5)
+    entry = DeviceEntry(Booking(axis, "all_reduce", torch.ones(4), 4, lambda: sent), FakeEvent)
+    pending = Pending([], lambda: "done", entry=entry)
+    FakeEvent.now = 7.0  # milliseconds, as torch's events count
+    entry.waits()
+    FakeEvent.now = 10.0
+    entry.waited(123.0)
+    assert FakeEvent.waited_for == 0
+    assert axis.ledger.total(link="network") == Traffic(1, 4, 16, 5, 0.010, 0.003)
+    assert axis.ledger.total(link="node") == Traffic(0, 0, 0, 3)
+    assert FakeEvent.waited_for == 1
+    assert pending.wait() == "done"
+    assert axis.ledger.total().calls == 2
+
+
+def test_a_ledger_as_people_and_programs_read_it() -> None:
+    ledger = Ledger()
+    ledger.record(LedgerKey("tp", "all_reduce", "node", "bfloat16"), Traffic(2, 10, 2048, 1536, 0.5, 0.125))
+    ledger.record(LedgerKey("dp", "send", "network", "float32"), Traffic(1, 1, 4, 4))
+    lines = [line.split() for line in ledger_table(ledger).splitlines()]
+    assert lines[0] == [
+        "axis",
+        "kind",
+        "link",
+        "dtype",
+        "calls",
+        "bytes",
+        "sent",
+        "seconds",
+        "exposed",
+        "hidden",
+    ]
+    assert lines[1] == ["dp", "send", "network", "float32", "1", "4", "B", "4", "B", "0.000", "0.000", "-"]
+    assert lines[2] == [
+        "tp",
+        "all_reduce",
+        "node",
+        "bfloat16",
+        "2",
+        "2.0",
+        "KiB",
+        "1.5",
+        "KiB",
+        "0.500",
+        "0.125",
+        "75%",
+    ]
+    assert lines[3] == ["all", "3", "2.0", "KiB", "1.5", "KiB", "0.500", "0.125", "75%"]
+    assert [row["axis"] for row in ledger_dict(ledger)] == ["dp", "tp"]
+    assert json.loads(json.dumps(ledger_dict(ledger)))[1]["exposed"] == 0.125

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .axis import Axis
 from .background import Background
-from .books import recorder
+from .books import entry_of
 from .pending import Pending
 from .two_level import reduce_to_local
 from .wires import NOTHING, Sent
@@ -38,8 +38,8 @@ def launch_beside(
     def run() -> None:
         sent[0] = work()
 
-    record = recorder(axis, kind, tensor, tensor.numel(), lambda: sent[0])
-    return Pending([background.stream.launch(run)], lambda: result, record=record, ticket=ticket)
+    entry = entry_of(axis, kind, tensor, tensor.numel(), lambda: sent[0])
+    return Pending([background.stream.launch(run)], lambda: result, entry=entry, ticket=ticket)
 
 
 def start_reduce_to_shard(tensor: Tensor, axis: Axis, *, out: Tensor, op: str) -> Pending[Tensor]:

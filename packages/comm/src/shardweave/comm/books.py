@@ -1,36 +1,119 @@
-"""Enters a call into the ledger when it was waited for."""
+"""Enters a call into the ledger when it was waited for: what it sent, how long it took, how long somebody stood still.
+
+On a device nobody stands still: ``wait`` makes the current *stream* wait and returns. So there the times are those of
+events on that stream, and they are known when the stream has come so far, not before::
+
+    host      launch ................ wait ..... finished          seconds  launch to finished, as somebody saw it
+                                      |--------|                   exposed  what wait took
+    device    [event] ........ [event]--------[event]              the same on the stream of the computation
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .axis import Axis
 from .ledger import LedgerKey
 from .wires import Sent
 
-__all__ = ["recorder"]
+__all__ = ["Booking", "DeviceEntry", "Entry", "Event", "HostEntry", "entry_of"]
 
 
-def recorder(
-    axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]
-) -> Callable[[float, float], None]:
-    """What a :class:`Pending` calls with its seconds and exposed seconds.
+class Entry(Protocol):
+    """One call's entry, from its launch to its end."""
+
+    def waits(self) -> None:
+        """The caller begins to wait."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """The caller has its result; the works took ``seconds`` as far as the host knows."""
+        ...
+
+
+class Event(Protocol):
+    """What we use of ``torch.Event``."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Any) -> float: ...
+
+
+class Booking:
+    """What is known of a call without any clock.
 
     ``tensor``: of the dtype that travels. ``elements``: of the whole message. ``sent``: asked at the end, when work of
     several rounds knows what it sent.
     """
-    ledger, link = axis.ledger, axis.link
-    size = elements * tensor.element_size()
-    dtype = str(tensor.dtype).removeprefix("torch.")
 
-    def record(seconds: float, exposed: float) -> None:
-        bytes_ = sent()
-        far = link == "network"
-        here = bytes_.network if far else bytes_.node
-        ledger.add(LedgerKey(axis.name, kind, link, dtype), 1, elements, size, here, seconds, exposed)
-        if far and bytes_.node:  # see [Note: Two links, one call]
-            ledger.add(LedgerKey(axis.name, kind, "node", dtype), 0, 0, 0, bytes_.node, 0.0, 0.0)
+    def __init__(
+        self, axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]
+    ) -> None:
+        self.ledger = axis.ledger
+        self._key = LedgerKey(axis.name, kind, axis.link, str(tensor.dtype).removeprefix("torch."))
+        self._elements, self._size = elements, elements * tensor.element_size()
+        self._sent = sent
 
-    return record
+    def enter(self, seconds: float, exposed: float) -> None:
+        key, sent = self._key, self._sent()
+        far = key.link == "network"
+        here = sent.network if far else sent.node
+        self.ledger.add(key, 1, self._elements, self._size, here, max(seconds, exposed), exposed)
+        if far and sent.node:  # see [Note: Two links, one call]
+            inside = LedgerKey(key.axis, key.kind, "node", key.dtype)
+            self.ledger.add(inside, 0, 0, 0, sent.node, 0.0, 0.0)
+
+
+class HostEntry:
+    """By the host's clock."""
+
+    def __init__(self, booking: Booking) -> None:
+        self._booking = booking
+        self._before = 0.0
+
+    def waits(self) -> None:
+        self._before = time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        self._booking.enter(seconds, time.perf_counter() - self._before)
+
+
+class DeviceEntry:
+    """By events on the stream that computes, entered when somebody reads the ledger. ``event`` makes one."""
+
+    def __init__(self, booking: Booking, event: Callable[[], Event]) -> None:
+        self._booking, self._event = booking, event
+        self._launched = self._now()
+        self._before = self._launched
+
+    def waits(self) -> None:
+        self._before = self._now()
+
+    def waited(self, seconds: float) -> None:
+        launched, before, after = self._launched, self._before, self._now()
+
+        def enter() -> None:
+            after.synchronize()
+            self._booking.enter(launched.elapsed_time(after) / 1e3, before.elapsed_time(after) / 1e3)
+
+        self._booking.ledger.defer(enter)
+
+    def _now(self) -> Event:
+        event = self._event()
+        event.record()
+        return event
+
+
+def entry_of(axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]) -> Entry:
+    """The entry of a call that is launched now; the arguments are those of the booking."""
+    booking = Booking(axis, kind, tensor, elements, sent)
+    if tensor.device.type == "cpu":
+        return HostEntry(booking)
+    return DeviceEntry(booking, lambda: torch.Event(tensor.device, enable_timing=True))

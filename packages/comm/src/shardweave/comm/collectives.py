@@ -23,7 +23,7 @@ from torch import Tensor
 from . import algorithms, two_level
 from .axis import Axis
 from .background import Background
-from .books import recorder
+from .books import entry_of
 from .guards import Ticket
 from .p2p import contiguous_like
 from .pending import Pending
@@ -291,8 +291,8 @@ def _counted(
     elements: int | None = None,
 ) -> Pending[Tensor]:
     count = tensor.numel() if elements is None else elements
-    record = recorder(axis, kind, tensor, count, lambda: steps.sent)
-    return Pending(steps.works, finish, record=record, ticket=ticket)
+    entry = entry_of(axis, kind, tensor, count, lambda: steps.sent)
+    return Pending(steps.works, finish, entry=entry, ticket=ticket)
 
 
 def _announced(

@@ -27,7 +27,7 @@ network card sees.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 __all__ = ["Ledger", "LedgerKey", "Traffic"]
@@ -83,6 +83,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[LedgerKey, _Sums] = {}
+        self._deferred: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # work on a stream is entered by its thread
 
     def record(self, key: LedgerKey, traffic: Traffic) -> None:
@@ -110,6 +111,10 @@ class Ledger:
             sums.seconds += seconds
             sums.exposed += exposed
 
+    def defer(self, enter: Callable[[], None]) -> None:
+        """``enter`` adds something whose times are not known yet; it is called before the ledger is read."""
+        self._deferred.append(enter)
+
     def total(self, axis: str | None = None, kind: str | None = None, link: str | None = None) -> Traffic:
         """The sum of all entries of one axis, one kind and one link class; ``None`` takes all of them."""
         total = _NOTHING
@@ -136,9 +141,13 @@ class Ledger:
 
     def reset(self) -> None:
         """Forgets everything counted so far."""
+        self._deferred.clear()
         self._entries.clear()
 
     def __iter__(self) -> Iterator[tuple[LedgerKey, Traffic]]:
+        deferred, self._deferred = self._deferred, []
+        for enter in deferred:
+            enter()
         return iter([(key, sums.traffic()) for key, sums in tuple(self._entries.items())])
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .axis import Axis
-from .books import recorder
+from .books import entry_of
 from .guards import Ticket
 from .pending import Pending
 from .stream import StreamWork
@@ -147,5 +147,5 @@ def _pending(message: Message, buffer: Tensor, work: StreamWork, ticket: Ticket 
 
     size = tensor.numel() * tensor.element_size()
     sent = to_peer(message.axis, message.peer, size) if message.kind == "send" else NOTHING
-    record = recorder(message.axis, message.kind, tensor, tensor.numel(), lambda: sent)
-    return Pending([work], finish, record=record, ticket=ticket)
+    entry = entry_of(message.axis, message.kind, tensor, tensor.numel(), lambda: sent)
+    return Pending([work], finish, entry=entry, ticket=ticket)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from .books import Entry
 from .guards import Ticket
 from .stream import StreamWork, TimedWork
 
@@ -26,14 +27,13 @@ class Pending(Generic[T]):
         works: Sequence[StreamWork],
         finish: Callable[[], T],
         *,
-        record: Callable[[float, float], None] | None = None,
+        entry: Entry | None = None,
         ticket: Ticket | None = None,
     ) -> None:
-        """``record(seconds, exposed)`` is called when it was waited for: seconds under way, and seconds in which
-        the caller stood still. ``ticket``: with which the guard follows the call."""
+        """``entry``: in the ledger. ``ticket``: with which the guard follows the call."""
         self._works = list(works)
         self._finish: Callable[[], T] | None = finish
-        self._record = record
+        self._entry = entry
         self._ticket = ticket
         self._launched = time.perf_counter()
         self._result: list[T] = []
@@ -68,15 +68,15 @@ class Pending(Generic[T]):
         return self._result[0]
 
     def _complete(self, finish: Callable[[], T]) -> None:
-        before = time.perf_counter()
+        if self._entry is not None:
+            self._entry.waits()
         for work in self._works:
             work.wait()
         seconds = self._under_way(time.perf_counter())
         self._finish, self._works = None, []
         self._result.append(finish())
-        if self._record is not None:
-            exposed = time.perf_counter() - before
-            self._record(max(seconds, exposed), exposed)
+        if self._entry is not None:
+            self._entry.waited(seconds)
 
     def _under_way(self, now: float) -> float:
         """Seconds that the works took. A backend does not say when it was done: then until it was seen so, ``now``."""
