@@ -102,7 +102,7 @@ def check(mesh: Mesh, stage: int, compression: Compression, *, micros: int = 1) 
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_was_applied_and_what_is_owed_is_what_went_in(stage: int) -> None:
-    for replicas, nodes in ((1, 1), (1, 2), (2, 2)):
+    for replicas, nodes in ((1, 1), (1, 2), (2, 2), (4, 1)):
         mesh = mesh_of(replicas, nodes)
         for compression in KINDS:
             check(mesh, stage, compression)

@@ -99,6 +99,8 @@ class Steps:
 
 def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
     """In place on ``buffer``. ``op``: sum, mean, max or min. ``blocking``: it is waited for at once."""
+    if axis.size == 1:
+        return Steps([], NOTHING)
     size = buffer.numel() * buffer.element_size()
     if axis.virtual or not _native(buffer):
         if size * axis.size <= _SMALL or op not in ("sum", "mean"):
@@ -129,7 +131,7 @@ def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axi
     parts = torch.split(gathered, list(lengths))
     size = mine.numel() * mine.element_size()
     even = len(set(lengths)) == 1
-    if _native(mine) and even and not axis.virtual:
+    if _native(mine) and even and not axis.virtual and axis.size > 1:
         work = dist.all_gather_single(gathered, mine, axis.group, async_op=True)
         return Steps([_checked(work, axis)], to_neighbour(axis, (axis.size - 1) * size))
     return all_gather_parts(mine, parts, axis)
@@ -174,6 +176,8 @@ def reduce_scatter(
 ) -> tuple[Steps, Tensor]:
     """The sum or mean of all ranks' ``whole``, of which this rank gets its part along dim 0, in ``out`` if given."""
     result = whole.new_empty((lengths[axis.rank], *whole.shape[1:])) if out is None else out
+    if axis.size == 1:
+        return Steps([], NOTHING, lambda: _copy(whole, result)), result
     parts = torch.split(whole, list(lengths))
     even = len(set(lengths)) == 1
     if _native(whole) and even and not axis.virtual and result.dtype == whole.dtype:
@@ -218,6 +222,11 @@ def broadcast(buffer: Tensor, axis: Axis, source: int) -> Steps:
         return Steps(post(axis, [("receive", buffer, source, _tag(axis, _BROADCAST))]), NOTHING)
     works = post(axis, [("send", buffer, peer, _tag(axis, _BROADCAST)) for peer in _others(axis)])
     return Steps(works, to_each(axis, size))
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def _native_reduce_scatter(whole: Tensor, out: Tensor, axis: Axis, op: str) -> Steps:
