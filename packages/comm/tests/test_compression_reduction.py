@@ -298,6 +298,7 @@ def test_what_is_not_finite_is_told_to_all_and_stays_out_of_what_is_owed(options
 def one_bad_element(options: Compression, axis: Axis, bad: float) -> None:
     reduction = CompressedReduction(options, axis, consecutive_segments(SHAPES))
     reduction.reduce(gradient(axis.rank, 0, dtype=torch.float32))
+    reduction.step()
     before = [(piece, piece.values.clone()) for piece in reduction.residuals()]
     buffer = gradient(axis.rank, 1, dtype=torch.float32)
     if axis.rank == 1:
@@ -361,12 +362,15 @@ def skipped_steps(options: Compression, axis: Axis, undoable: bool) -> None:
     segments = consecutive_segments(SHAPES)
     straight, skipping = (CompressedReduction(options, axis, segments, undoable=undoable) for _ in range(2))
     for step in range(4):
+        for micro_batch in range(step if undoable else 0):  # none, one, several reductions in the step
+            skipping.reduce(gradient(axis.rank, 50 + 10 * step + micro_batch, dtype=torch.float32))
         if undoable:
-            skipping.reduce(gradient(axis.rank, 50 + step, dtype=torch.float32))
             skipping.undo()
             skipping.undo()
         one, other = (gradient(axis.rank, step, dtype=torch.float32) for _ in range(2))
         assert torch.equal(straight.reduce(one), skipping.reduce(other))
+        straight.step()
+        skipping.settle()
     for piece, same in zip(straight.residuals(), skipping.residuals(), strict=True):
         assert torch.equal(piece.values, same.values)
     if not undoable:

@@ -6,7 +6,10 @@ gradient twice or never. So the new values are written next to the old ones and 
 
     next()      current [old]    spare [being written]
     commit()    current [new]    spare [old]               undoable; else the spare is given back
-    undo()      current [old]    spare [new, forgotten]
+    undo()      current [old]    spare [new, forgotten]    or
+    settle()    current [new]    spare [old, forgotten]
+
+Several reductions before the step is settled (of micro-batches, say) are undone together: the spare stays what it is.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ __all__ = ["Kept"]
 class Kept:
     """A flat tensor that is kept from step to step, and where the parameters lie in it.
 
-    Memory: its size, and the same again, lastingly when ``undoable``, otherwise during a reduction.
+    Memory: its size, and the same again, lastingly when ``undoable``, and during a reduction when it is not, or when
+    one before is not settled.
     """
 
     def __init__(
