@@ -227,6 +227,8 @@ def lattice(session: nox.Session) -> None:
     """Trains combinations of options on up to 8 ranks, each from another's checkpoint, against one process."""
     install(session, PACKAGES)
     session.run("python", "-m", "integration_tests.lattice", *session.posargs, env=ENVIRONMENT)
+    if not session.posargs:
+        session.run("python", "-m", "integration_tests.every_layout", env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")

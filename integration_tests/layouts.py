@@ -7,7 +7,7 @@ are the lattice's (``integration_tests/lattice``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardweave.comm import Mesh
@@ -17,7 +17,7 @@ from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Record, train_in_process
 
-__all__ = ["FAMILIES", "Layout", "compare", "layouts", "small_run", "train", "train_each"]
+__all__ = ["FAMILIES", "Layout", "compare", "layouts", "one_stage_each", "small_run", "train", "train_each"]
 
 SMALL_RUN: Mapping[str, Any] = {
     # Nothing is a round number that hides a mistake: a vocabulary of 259 over 2, 4 and 8 ranks, fewer KV heads than
@@ -124,6 +124,12 @@ def layouts(ranks: int) -> Iterator[Layout]:
                 for name in ("gpipe", "1f1b") if pipeline > 1 else ("1f1b",):
                     for stage in (0, 1, 2):
                         yield Layout(data, tensor, pipeline, sequence, name, stage)
+
+
+def one_stage_each(chosen: Iterable[Layout]) -> list[Layout]:
+    """Of layouts that differ in their ZeRO stage only, one, taking turns."""
+    rest = dict.fromkeys(replace(layout, stage=0) for layout in chosen)
+    return [replace(layout, stage=number % 3) for number, layout in enumerate(rest)]
 
 
 def small_run(layout: Layout | None = None, **settings: Any) -> Config:

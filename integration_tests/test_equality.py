@@ -1,20 +1,33 @@
 """Every layout is the same training run: losses, norms and parameters against one process, in float64.
 
-One group of ranks trains all layouts of its size one after the other, so several hundred runs take minutes.
+One group of ranks trains all layouts of its size one after the other. Of eight ranks each is tried with one ZeRO stage,
+taking turns; `nox -s lattice` tries all of them (``python -m integration_tests.every_layout``).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from integration_tests.layouts import FAMILIES, Layout, compare, layouts, train, train_each
+from integration_tests.layouts import FAMILIES, Layout, compare, layouts, one_stage_each, train, train_each
 
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.trainer import Record
+
+
+def differences(chosen: Sequence[Layout], ranks: int) -> dict[str, list[str]]:
+    """What is not equal, for each layout in which something is not."""
+    records = run_ranks(trained, ranks, list(chosen), "as it is", "fp64", timeout=880)[0]
+    return {
+        str(layout): found
+        for layout, record in zip(chosen, records, strict=True)
+        if (found := compare(record, reference("as it is", "fp64", layout.layers), 1e-9))
+    }
 
 
 @functools.cache
@@ -35,13 +48,17 @@ def trained(chosen: list[Layout], family: str, precision: str) -> list[Record]:
 @pytest.mark.timeout(900)
 def test_every_layout_equals_one_process_in_float64(ranks: int) -> None:
     chosen = list(layouts(ranks))
-    records = run_ranks(trained, ranks, chosen, "as it is", "fp64", timeout=880)[0]
-    wrong = {
-        str(layout): found
-        for layout, record in zip(chosen, records, strict=True)
-        if (found := compare(record, reference("as it is", "fp64", layout.layers), 1e-9))
+    assert differences(one_stage_each(chosen) if ranks == 8 else chosen, ranks) == {}
+
+
+def test_each_layout_of_eight_ranks_is_tried_and_each_stage_with_every_axis() -> None:
+    everything, tried = list(layouts(8)), one_stage_each(layouts(8))
+    assert {replace(layout, stage=0) for layout in tried} == {
+        replace(layout, stage=0) for layout in everything
     }
-    assert wrong == {}
+    for axis in ("data", "tensor", "pipeline"):
+        for stage in (0, 1, 2):
+            assert any(getattr(layout, axis) > 1 and layout.stage == stage for layout in tried)
 
 
 def test_the_reference_learns() -> None:
