@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardweave.comm import Axis, Ledger, Mesh, all_gather
+from shardweave.comm import Mesh, all_gather
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
@@ -40,15 +40,6 @@ def _config(*overrides: str) -> Config:
 def _dataset(samples: int = 40, validation: int = 0) -> Dataset:
     tokens = np.random.default_rng(5).integers(1, 256, 8 * samples + 1).astype(np.uint8)
     return Dataset(tokens, 8, samples - validation, validation)
-
-
-def _single() -> Mesh:
-    """This process alone, on the ranks of a test too: the reference."""
-    mesh = object.__new__(Mesh)
-    mesh.ledger = Ledger()
-    for name in ("pp", "dp", "cp", "tp", "data", "model", "world"):
-        setattr(mesh, name, Axis.single(name))
-    return mesh
 
 
 def _same(record: Record, reference: Record) -> None:
@@ -85,7 +76,7 @@ def test_b123_reports_and_parameters_are_those_of_one_process_in_every_layout() 
     for schedule, dropout in (("1f1b", "0.0"), ("gpipe", "0.2")):
         drop = [f"model.dropout={dropout}", f"model.attention_dropout={dropout}"]
         config = _config(f"parallel.schedule={schedule}", *drop)
-        reference = Trainer(config, _single(), dataset=_dataset(44, 4))
+        reference = Trainer(config, Mesh.single(), dataset=_dataset(44, 4))
         expected = [reference.train_step() for _ in range(2)]
         for sizes in ({"dp": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
             mesh = Mesh.of(sizes)
@@ -132,7 +123,7 @@ def _compare_masked(mesh: Mesh, valid: Sequence[int], *, micro: int) -> StepResu
     small = [f"batch.global={len(valid)}", f"batch.micro={micro}", "optimizer.clip=null"]
     trainer, result = _masked(_config(*small), mesh, valid)
     whole = [f"batch.global={len(valid)}", f"batch.micro={len(valid)}", "optimizer.clip=null"]
-    reference, expected = _masked(_config(*whole), _single(), valid)
+    reference, expected = _masked(_config(*whole), Mesh.single(), valid)
     _same_step(result, expected)
     assert result.tokens == sum(valid)
     for name, values in reference.full_parameters().items():
@@ -142,7 +133,7 @@ def _compare_masked(mesh: Mesh, valid: Sequence[int], *, micro: int) -> StepResu
 
 @pytest.mark.ranks(2, timeout=120)
 def test_b015_b017_short_micro_batches_and_ranks_do_not_weigh_more() -> None:
-    _compare_masked(_single(), [3, 1], micro=1)
+    _compare_masked(Mesh.single(), [3, 1], micro=1)
     for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}):
         mesh = Mesh.of(sizes)
         _compare_masked(mesh, [7, 1], micro=1)
@@ -237,7 +228,7 @@ def test_fp16_trains_alike_in_every_layout_and_the_loss_falls() -> None:
     """Layouts add up in another order, which half a step of fp16, 2^-11, covers; fp32 is as near."""
     config = _config("precision=fp16", "zero.stage=2")
     reference, wide = (
-        Trainer(chosen, _single(), dataset=_dataset())
+        Trainer(chosen, Mesh.single(), dataset=_dataset())
         for chosen in (config, _config("precision=fp32", "zero.stage=2"))
     )
     expected = [(reference.train_step(), wide.train_step()) for _ in range(8)]

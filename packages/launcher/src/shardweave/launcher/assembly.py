@@ -13,17 +13,19 @@ A single process goes the same way: its axes have one rank, and every collective
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardweave.comm import Mesh
+from shardweave.launcher.communication import compression_of, num_replicas
 from shardweave.launcher.config import Config
 from shardweave.launcher.config import Optimizer as OptimizerSettings
+from shardweave.launcher.config import Zero as ZeroSettings
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
-from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.unbuilt import unbuilt
 from shardweave.models import Transformer, TransformerConfig
@@ -87,7 +89,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         ConfigError: for a layout or batch that does not fit, or a setting that is not built yet; the same on every
             rank, before any message.
     """
-    problems = list(unbuilt(config))
+    problems = [*unbuilt(config), *_other_replicas(config, mesh)]
     if problems:
         raise ConfigError(problems)
     shape, layout, device = transformer_config(config), layout_of_mesh(mesh), device_of(config)
@@ -129,18 +131,31 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         decay_groups(module.parameters(), config.optimizer.weight_decay),
         _OPTIMIZERS[config.optimizer.name],
         data=mesh.data,
+        shard=mesh.shard,
         model=mesh.model,
         stage=config.zero.stage,
         clip=config.optimizer.clip,
         precision=_precision(config, dtype),
         bucket_mb=config.comm.bucket_mb,
-        shard_between_micro_batches=_or_none(config.zero.shard_between_micro_batches),
+        shard_between_micro_batches=_between_micro_batches(config.zero),
         nonfinite=config.guard.nonfinite,
         reduction="sum",
         loss_scale=LossScale() if dtype == torch.float16 else None,
+        compression=compression_of(config.comm),
         **_options(config.optimizer),
     )
     return Assembly(shape, layout, plan, module, pipeline, optimizer, device)
+
+
+def _other_replicas(config: Config, mesh: Mesh) -> Iterator[Problem]:
+    """A mesh without the copies of shards that the configuration wants, or with others."""
+    wanted, found = num_replicas(config), mesh.replica.size
+    if wanted != found:
+        yield Problem(
+            ("zero", "replicas"),
+            f"`zero.replicas: {config.zero.replicas}`, but the mesh has {found}; build it with "
+            f"Mesh(..., replicas={wanted}), or use zero.replicas={found}",
+        )
 
 
 def _options(settings: OptimizerSettings) -> dict[str, Any]:
@@ -148,8 +163,10 @@ def _options(settings: OptimizerSettings) -> dict[str, Any]:
     return {"lr": settings.lr, **adam}
 
 
-def _or_none(value: bool | str) -> bool | None:
-    return value if isinstance(value, bool) else None
+def _between_micro_batches(settings: ZeroSettings) -> bool | None:
+    """Below stage 2 it has no effect, which a warning says; the optimizer would refuse it."""
+    value = settings.shard_between_micro_batches
+    return value if isinstance(value, bool) and settings.stage >= 2 else None
 
 
 def _precision(config: Config, parameters: torch.dtype) -> MixedPrecision:

@@ -78,6 +78,7 @@ TABLE: tuple[Row, ...] = (
     Row("comm.compression", Kind.TOLD),
     Row("comm.density", Kind.TOLD),
     Row("comm.rank", Kind.TOLD),
+    Row("comm.warmup", Kind.TOLD),
     Row("checkpoint", Kind.FREE),
     Row("guard", Kind.TOLD),
     Row("metrics", Kind.FREE),

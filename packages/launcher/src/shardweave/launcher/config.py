@@ -223,7 +223,9 @@ class Zero(_Block):
     reduce_dtype: DType = "auto"
     """Type in which gradients travel."""
     replicas: Count = 1
-    """More than 1: shard inside a group of ranks, replicate across that many groups."""
+    """Copies of what is sharded: the data ranks are cut into so many equal groups, each shards over its own ranks,
+    and between groups only sums of shards travel. With a copy on each node, no parameter is gathered over the
+    network."""
 
 
 class Batch(_Block):
@@ -287,7 +289,9 @@ class Comm(_Block):
     """Communication."""
 
     hierarchy: Literal["auto", "flat", "two-level"] = "auto"
-    """Whether collectives go first inside a node and then between nodes."""
+    """Whether collectives go first inside a node and then between nodes: ``two-level``, ``flat``, or ``auto``, as the
+    links say, which are measured at the start over several nodes. It takes equally many ranks, two or more, on each
+    node."""
     bucket_mb: Annotated[Positive, Field(le=1e6)] = 25
     """Size of the buckets in which gradients travel."""
     timeout: Annotated[Number, Field(ge=1, le=604_800)] = 300
@@ -295,13 +299,14 @@ class Comm(_Block):
     debug: Flag = False
     """Whether ranks agree on every collective before it is sent, and say where they differ. For finding mistakes."""
     compression: Literal["none", "onebit", "twobit", "topk", "powersgd"] = "none"
-    """Of gradients between data-parallel ranks."""
+    """Of gradients between data-parallel ranks, over several nodes between the nodes only. What is not sent is added to
+    the next step's gradient. Updated parameters travel in full, from stage 1 on."""
     density: Annotated[Number, Field(gt=0, le=1)] = 0.01
     """topk: the share of entries that is sent."""
     rank: Count = 4
     """powersgd: the rank of the approximation."""
     warmup: Natural = 10
-    """Plain steps before compression begins."""
+    """Plain steps before compression begins; Adam's second moment needs some."""
 
 
 class Checkpoint(_Block):

@@ -157,6 +157,13 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
         if size < tensor:
             text = f"`parallel.tensor: {tensor}` is more than `model.{key}: {size}`"
             yield Problem(where, f"{text}: some ranks would hold nothing; use at most {size}")
+    if config.zero.stage > 0 and layout.data % config.zero.replicas:
+        replicas = config.zero.replicas
+        text = f"`zero.replicas: {replicas}` does not divide the {layout.data} data ranks (`parallel.data`): each"
+        text += (
+            f" copy is sharded over equally many; use {alternatives(divisors(layout.data, near=replicas))}"
+        )
+        yield Problem(("zero", "replicas"), text)
     if layout.pipeline > shape.layers:
         text = f"`parallel.pipeline: {layout.pipeline}` is more than `model.layers: {shape.layers}`"
         yield Problem(
@@ -165,7 +172,7 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
 
 
 def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:
-    """Refuses a layout that does not fit the model.
+    """Refuses a layout that does not fit the model, or copies of shards that do not fit the layout.
 
     An uneven vocabulary, MLP width or number of layers is fine: some ranks hold more than others.
 

@@ -20,7 +20,7 @@ from shardweave.models import flops
 
 __all__ = ["Meter"]
 
-_AXES = ("pp", "dp", "cp", "tp", "data", "model", "world")
+_AXES = ("pp", "dp", "cp", "tp", "data", "model", "world", "replica", "shard")
 """All axes that a step may communicate on: the columns of the collective, the same on every rank."""
 
 

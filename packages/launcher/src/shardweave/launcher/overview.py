@@ -7,9 +7,10 @@ that the ranks use; the numbers of parameters and bytes are those of the model t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardweave.launcher.assembly import DTYPES
+from shardweave.launcher.communication import num_replicas, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
@@ -62,23 +63,7 @@ class Overview:
             config.parallel.schedule, stages=layout.pipeline, micro_batches=plan.accumulation
         ).simulate()
         uses = [
-            [
-                memory(
-                    shape,
-                    layout=RankLayout(
-                        part=part,
-                        tensor=layout.tensor,
-                        tensor_rank=rank,
-                        sequence_parallel=config.parallel.sequence and layout.tensor > 1,
-                        data=layout.data,
-                        zero_stage=config.zero.stage,
-                    ),
-                    dtype=DTYPES[config.precision],
-                    micro_batch=plan.micro,
-                    in_flight=peak,
-                )
-                for rank in range(layout.tensor)
-            ]
+            [_held(config, layout, shape, part, rank, in_flight=peak) for rank in range(layout.tensor)]
             for part, peak in zip(stages, timeline.peak_activations, strict=True)
         ]
         return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses)
@@ -135,12 +120,43 @@ class Overview:
     def _sharing(self) -> str:
         config, layout = self.config, self.layout
         scaling = " with loss scaling" if config.precision == "fp16" else ""
-        parts = [f"ZeRO-{config.zero.stage}", f"{config.precision}{scaling}"]
+        parts = [f"ZeRO-{config.zero.stage}{self._copies()}", f"{config.precision}{scaling}"]
         if layout.tensor > 1:
             parts.append("sequence parallel" if config.parallel.sequence else "no sequence parallelism")
         if layout.pipeline > 1:
             parts.append(f"{config.parallel.schedule} with {100 * self.bubble:.1f} % bubble")
+        if config.comm.compression != "none" and layout.data > 1:
+            parts.append(
+                f"gradients {config.comm.compression} after {_count(config.comm.warmup, 'plain step')}"
+            )
         return ", ".join(parts)
+
+    def _copies(self) -> str:
+        copies = num_replicas(self.config)
+        return f" in {copies} copies of {_count(self.layout.data // copies, 'shard')}" if copies > 1 else ""
+
+
+def _held(
+    config: Config, layout: Layout, shape: TransformerConfig, part: Part, rank: int, *, in_flight: int
+) -> MemoryUse:
+    """What a tensor rank of a stage holds while it trains."""
+    use = memory(
+        shape,
+        layout=RankLayout(
+            part=part,
+            tensor=layout.tensor,
+            tensor_rank=rank,
+            sequence_parallel=config.parallel.sequence and layout.tensor > 1,
+            data=layout.data // num_replicas(config),
+            zero_stage=config.zero.stage,
+        ),
+        dtype=DTYPES[config.precision],
+        micro_batch=config.batch.micro,
+        in_flight=in_flight,
+    )
+    elements = count_parameters(shape, part=part, tensor=layout.tensor, rank=rank)
+    # What compression keeps is a state of the optimizer's, saved with it.
+    return replace(use, optimizer=use.optimizer + residual_bytes(config, layout, elements))
 
 
 def _shape(shape: TransformerConfig) -> str:

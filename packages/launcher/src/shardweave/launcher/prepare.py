@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardweave.launcher.assembly import DTYPES
+from shardweave.launcher.communication import idle_over
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
@@ -53,11 +54,13 @@ class Prepared:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know before the start, a sentence each."""
+        idle = list(idle_over(self.config, self.overview.layout))
+        texts = (*self.loaded.warnings, *str(ConfigError(idle, self.loaded.origins)).splitlines())
         data, share = self.overview.dataset, self.config.data.validation
         if data.num_validation or not share:
-            return self.loaded.warnings
+            return texts
         text = f"no validation: `data.validation: {share}` of {data.num_train} samples is less than one"
-        return (*self.loaded.warnings, text)
+        return (*texts, text)
 
 
 def prepare(request: Request, world_size: int | None = None) -> Prepared:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardweave import comm
-from shardweave.comm import CommOptions, Mesh
 from shardweave.launcher.agreed_end import agreed_ends
 from shardweave.launcher.config import Config
 from shardweave.launcher.layout import layout_of
+from shardweave.launcher.nodes import open_mesh
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stopping import Stop, StopBoard, Stopping
 from shardweave.launcher.training import Reporter, Training
@@ -57,14 +57,7 @@ def train(config: Config, run: RunDirectory, reporter: Reporter, stopping: Stopp
             ""  # before anything looks: `comm` takes the accelerator it finds
         )
     comm.init(timeout=config.comm.timeout)
-    mesh = Mesh(
-        dp=layout.data,
-        tp=layout.tensor,
-        pp=layout.pipeline,
-        cp=layout.context,
-        timeout=config.comm.timeout,
-        options=CommOptions(debug=config.comm.debug),
-    )
+    mesh = open_mesh(config, layout, run, reporter.message)
     stop = Training(config, mesh, run, reporter, stopping).run()
     mesh.close()
     return stop

@@ -47,6 +47,9 @@ _NO_TENSOR = _when(
     lambda config: config.parallel.tensor == 1, "`parallel.tensor` is 1: there is nothing to share"
 )
 _PLAIN = _when(lambda config: config.comm.compression == "none", "`comm.compression` is none")
+_NO_SHARDS = _when(
+    lambda config: config.zero.stage == 0, "`zero.stage` is 0: every data rank keeps whole optimizer states"
+)
 _NO_VALIDATION = _when(
     lambda config: config.data.validation == 0, "`data.validation` is 0: there are no samples to evaluate on"
 )
@@ -57,6 +60,20 @@ _NEVER_SAVES = _when(lambda config: config.checkpoint.every == 0, "`checkpoint.e
 def _stop_too_late(config: Config) -> str | None:
     late = config.run.stop_after is not None and config.run.stop_after >= config.run.steps
     return f"the run ends after `run.steps: {config.run.steps}` anyway" if late else None
+
+
+def _not_kind(kind: str) -> Callable[[Config], str | None]:
+    """Of settings that one kind of compression has."""
+    return lambda config: (
+        _PLAIN(config)
+        or (f"`comm.compression` is {config.comm.compression}" if config.comm.compression != kind else None)
+    )
+
+
+def _plain_to_the_end(config: Config) -> str | None:
+    plain = config.comm.compression != "none" and config.comm.warmup >= config.run.steps
+    steps = f"`run.steps: {config.run.steps}` are all within `comm.warmup: {config.comm.warmup}`"
+    return f"{steps} plain steps" if plain else None
 
 
 _IDLE: tuple[_Idle, ...] = (
@@ -70,11 +87,13 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("parallel", "sequence"), _NO_TENSOR),
     _Idle(("parallel", "schedule"), _ONE_STAGE),
     _Idle(("zero", "shard_between_micro_batches"), _WHOLE_GRADIENTS),
+    _Idle(("zero", "replicas"), _NO_SHARDS),
     _Idle(("optimizer", "betas"), _NOT_ADAM),
     _Idle(("optimizer", "eps"), _NOT_ADAM),
     _Idle(("optimizer", "min_lr"), _CONSTANT),
-    _Idle(("comm", "density"), _PLAIN),
-    _Idle(("comm", "rank"), _PLAIN),
+    _Idle(("comm", "compression"), _plain_to_the_end),
+    _Idle(("comm", "density"), _not_kind("topk")),
+    _Idle(("comm", "rank"), _not_kind("powersgd")),
     _Idle(("comm", "warmup"), _PLAIN),
     _Idle(("checkpoint", "keep"), _NEVER_SAVES),
     _Idle(("guard", "max_skips"), _NEVER_SKIPS),
@@ -117,6 +136,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
             f"{_setting(config, 'recompute')} has no effect because {_setting(config, 'model', 'layers')} is less: "
             f"no block would be recomputed; use at most {config.model.layers}",
         )
+    yield from _compressed(config)
     floor = config.optimizer.min_lr
     # The default floor gives way to a lower lr (`learning_rate`): nobody asked for it.
     asked = floor != Config().optimizer.min_lr and config.optimizer.schedule != "constant"
@@ -131,4 +151,24 @@ def contradictions(config: Config) -> Iterator[Problem]:
             ("model", "vocab"),
             f"{_setting(config, 'model', 'vocab')} is less than the byte tokenizer's 256 tokens; "
             "use model.vocab=auto",
+        )
+
+
+def _compressed(config: Config) -> Iterator[Problem]:
+    """What gradient compression does not go with."""
+    if config.comm.compression == "none":
+        return
+    compression = _setting(config, "comm", "compression")
+    if config.zero.reduce_dtype != "auto":
+        yield Problem(
+            ("zero", "reduce_dtype"),
+            f"{_setting(config, 'zero', 'reduce_dtype')} has no effect with {compression}, which has a format of its "
+            "own on the wire; use zero.reduce_dtype=auto or comm.compression=none",
+        )
+    if config.zero.shard_between_micro_batches is True:
+        yield Problem(
+            ("zero", "shard_between_micro_batches"),
+            f"{_setting(config, 'zero', 'shard_between_micro_batches')} does not go with {compression}: a step's "
+            "gradient is compressed once, after its last micro-batch; use zero.shard_between_micro_batches=auto "
+            "or comm.compression=none",
         )

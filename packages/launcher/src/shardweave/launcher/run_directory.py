@@ -6,6 +6,7 @@
       config.yaml           the resolved configuration
       metrics.jsonl         one JSON object per step and per evaluation
       ranks.json            who runs where, since the last start
+      topology.json         over several nodes: who shares one, and the links as they were measured
       ranks/rank-00003.log  what each rank printed
       checkpoints/step-00000020/
 """
@@ -58,6 +59,10 @@ class RunDirectory:
     @property
     def ranks(self) -> Path:
         return self.path / "ranks.json"
+
+    @property
+    def topology(self) -> Path:
+        return self.path / "topology.json"
 
     @property
     def checkpoints(self) -> Path:

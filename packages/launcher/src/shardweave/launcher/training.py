@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardweave.comm import Mesh, gather_values
-from shardweave.launcher.assembly import layout_of_mesh
 from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.config import Config
 from shardweave.launcher.guards import Guards
@@ -137,16 +136,18 @@ class Training:
 
     def _write_ranks(self) -> None:
         """ranks.json, from what every rank says of itself."""
-        told = gather_values({"pid": os.getpid(), "host": socket.gethostname()}, self._mesh.world)
-        if not self._mesh.world.is_first:
-            return
-        layout = layout_of_mesh(self._mesh)
-        self.run_directory.write_ranks(
-            [
-                {"rank": rank, **of_rank, "coordinates": layout.coordinates(rank)}
-                for rank, of_rank in enumerate(told)
-            ]
-        )
+        world = self._mesh.world
+        mine = {
+            "rank": world.ranks[
+                world.rank
+            ],  # places of the mesh are dealt out node by node, ranks perhaps not
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "coordinates": self._mesh.coordinates,
+        }
+        told = gather_values(mine, world)
+        if world.is_first:
+            self.run_directory.write_ranks(sorted(told, key=lambda of_rank: int(of_rank["rank"])))
 
 
 def _due(step: int, interval: int, last: bool) -> bool:

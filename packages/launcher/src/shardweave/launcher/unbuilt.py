@@ -57,10 +57,7 @@ table: tuple[Row, ...] = (
         "zero.max_live_parameters=auto",
     ),
     Row(("zero", "keep_gathered"), _not("auto"), "this threshold of stage 3", "zero.keep_gathered=auto"),
-    Row(("zero", "replicas"), _above(1), "sharding inside a group of ranks", "zero.replicas=1"),
     Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
-    Row(("comm", "hierarchy"), _not("auto", "flat"), "communication in two levels", "comm.hierarchy=auto"),
-    Row(("comm", "compression"), _not("none"), "gradient compression", "comm.compression=none"),
     Row(
         ("guard", "nonfinite"),
         _not("skip", "stop"),

@@ -13,7 +13,7 @@ from shardweave.launcher.overview import Overview
 from shardweave.launcher.prepare import prepare
 from shardweave.launcher.request import Request
 from shardweave.launcher.verify.layout import DEFAULT_STEPS
-from shardweave.launcher.verify.shrinking import Change, in_float64, shrink
+from shardweave.launcher.verify.shrinking import Change, in_float64, shrink, uncompressed
 
 __all__ = ["Question", "ask"]
 
@@ -60,7 +60,7 @@ def ask(
     """
     prepared = prepare(request, world_size)
     layout = prepared.overview.layout
-    shrunk = shrink(prepared.config, layout)
+    shrunk = uncompressed(shrink(prepared.config, layout))
     shrunk = in_float64(shrunk) if float64 else shrunk
     quiet = shrunk.config.checkpoint.model_copy(update={"every": 0})
     config = shrunk.config.model_copy(update={"checkpoint": quiet})

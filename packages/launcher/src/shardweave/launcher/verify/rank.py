@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardweave import comm
-from shardweave.comm import Mesh
+from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
 from shardweave.launcher.layout import layout_of
 from shardweave.launcher.run_directory import write_atomically
@@ -46,7 +46,7 @@ def verify(config: Config, steps: int) -> Report:
         )
     timeout = max(config.comm.timeout, _PATIENCE)
     comm.init(timeout=timeout)
-    mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, timeout=timeout)
+    mesh = mesh_of(config, layout, timeout=timeout)
     report = verify_layout(config, mesh, steps)
     mesh.close()
     return report

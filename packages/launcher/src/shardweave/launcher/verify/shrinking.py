@@ -24,7 +24,7 @@ from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.strict_yaml import Path, path_text
 from shardweave.models import TransformerConfig, count_parameters
 
-__all__ = ["Change", "Shrunk", "in_float64", "shrink"]
+__all__ = ["Change", "Shrunk", "in_float64", "shrink", "uncompressed"]
 
 SMALL_PARAMETERS = 1_000_000
 SMALL_TOKENS = 4096
@@ -81,6 +81,15 @@ def in_float64(shrunk: Shrunk) -> Shrunk:
         if before != after:
             changes.append(Change(path, before, after, "rounding must not hide a mistake"))
     return Shrunk(_applied(shrunk.config, changes), (*shrunk.changes, *changes))
+
+
+def uncompressed(shrunk: Shrunk) -> Shrunk:
+    """The same with gradients that travel whole: in any precision, compressed ones are not those of one process."""
+    before = shrunk.config.comm.compression
+    if before == "none":
+        return shrunk
+    change = Change(("comm", "compression"), before, "none", "what is not sent must not hide a mistake")
+    return Shrunk(_applied(shrunk.config, [change]), (*shrunk.changes, change))
 
 
 def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Change | None]:
