@@ -1,4 +1,4 @@
-"""Every layout of eight ranks under every ZeRO stage, against one process: ``python -m integration_tests.every_layout``.
+"""Eight ranks in every layout under every ZeRO stage, equal to one: ``python -m integration_tests.every_layout``.
 
 What the tests try a third of, in a few minutes. Exit status 1 when a layout parts.
 """
