@@ -54,8 +54,8 @@ def test_sign_flags_are_the_sign_bits(dtype: torch.dtype) -> None:
 def test_one_bit_is_the_sign_times_the_mean_magnitude(block: int, dtype: torch.dtype) -> None:
     values = normal(5, block, dtype=dtype)
     records, decoded = through(OneBitCodec(block, CPU), values)
-    assert records.shape == (5, 4 + block // 8)
-    mean = torch.stack([row.abs().mean() for row in values]).to(torch.float32).to(dtype)
+    assert records.shape == (5, 2 + block // 8)
+    mean = torch.stack([row.abs().mean() for row in values]).to(torch.bfloat16).to(dtype)
     torch.testing.assert_close(decoded, values.sign() * mean.unsqueeze(1), rtol=1e-6, atol=0)
 
 
@@ -66,13 +66,13 @@ def test_two_bits_are_the_sign_times_the_mean_of_the_small_or_of_the_large(dtype
     values[5, :] = 0
     values[5, 9] = -1e7  # one beside zeros
     records, decoded = through(TwoBitCodec(64, CPU), values)
-    assert records.shape == (6, 8 + 64 // 4)
+    assert records.shape == (6, 4 + 64 // 4)
     for row, got in zip(values.double(), decoded.double(), strict=True):
         magnitude = row.abs()
         large = magnitude > row.square().mean().sqrt() * (1 + 1e-6)
         levels = torch.zeros(64, dtype=torch.float64)
         for part in (large, ~large):
-            levels[part] = magnitude[part].mean()
+            levels[part] = magnitude[part].mean().to(torch.bfloat16).double()
         torch.testing.assert_close(got, torch.where(row < 0, -levels, levels), rtol=2e-6, atol=1e-12)
 
 
@@ -81,15 +81,15 @@ def test_small_ones_beside_a_huge_one_keep_their_own_mean() -> None:
     values = torch.full((1, 64), 1e-3)
     values[0, 7] = 1e8
     _, decoded = through(TwoBitCodec(64, CPU), values)
-    assert decoded[0, 0].item() == pytest.approx(1e-3)
-    assert decoded[0, 7].item() == 1e8
+    assert decoded[0, 0].item() == pytest.approx(1e-3, rel=2**-9)
+    assert decoded[0, 7].item() == pytest.approx(1e8, rel=2**-9)
 
 
 def test_eight_bits_are_the_nearest_steps() -> None:
     values = normal(4, 96)
     records, decoded = through(EightBitCodec(96, CPU), values)
-    assert records.shape == (4, 4 + 96)
-    scale = values.abs().amax(1, keepdim=True) / 127
+    assert records.shape == (4, 2 + 96)
+    scale = (values.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16).float()
     assert bool(((values - decoded).abs() <= scale / 2 * (1 + 1e-5)).all())
     steps = decoded / scale
     torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-4)
@@ -106,16 +106,16 @@ def test_what_is_left_is_never_larger_than_what_was_there(codec: type[BlockCodec
 
 
 def test_errors_of_the_levels_are_as_documented() -> None:
-    normals = normal(500, 1024)
-    uniform = torch.rand(500, 1024, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    normals = normal(2000, 256)
+    uniform = torch.rand(2000, 256, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     laplace = (torch.log(2 * uniform.clamp(1e-12, 0.5)) - torch.log(2 * (1 - uniform.clamp(0.5, 1)))).float()
     for codec, values, documented in (
-        (OneBitCodec, normals, 0.363),
-        (OneBitCodec, laplace, 0.498),
+        (OneBitCodec, normals, 0.362),
+        (OneBitCodec, laplace, 0.499),
         (TwoBitCodec, normals, 0.117),
-        (TwoBitCodec, laplace, 0.177),
+        (TwoBitCodec, laplace, 0.175),
     ):
-        _, decoded = through(codec(1024, CPU), values)
+        _, decoded = through(codec(256, CPU), values)
         error = (values - decoded).square().sum() / values.square().sum()
         assert error.item() == pytest.approx(documented, abs=0.004)
 
@@ -137,11 +137,11 @@ def test_b137_zeros_stay_zero_and_what_is_not_finite_is_found(codec: type[BlockC
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_short_block_is_scaled_by_what_is_in_it(codec: type[BlockCodec]) -> None:
     values = torch.zeros(2, 64)
-    values[0, 0] = -3.5  # a single element is exact
+    values[0, 0] = -3.5  # a single element is its own scale
     values[1, :2] = torch.tensor([2.0, -2.0])
     _, decoded = through(codec(64, CPU), values, torch.tensor([[1.0], [2.0]]))
-    torch.testing.assert_close(decoded[0, 0].item(), -3.5)
-    torch.testing.assert_close(decoded[1, :2], torch.tensor([2.0, -2.0]))
+    torch.testing.assert_close(decoded[0, 0].item(), -3.5, rtol=2**-8, atol=0)
+    torch.testing.assert_close(decoded[1, :2], torch.tensor([2.0, -2.0]), rtol=2**-8, atol=0)
 
 
 def test_a_grid_covers_the_buffer_with_equal_parts_and_little_left_over() -> None:

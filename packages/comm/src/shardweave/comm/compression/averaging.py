@@ -14,8 +14,7 @@ to their owner, averaged there, encoded again and gathered. Both codings have a 
 (The post on 1-bit Adam prints another momentum in the owner's residual, and 1-bit SGD's paper leaves the old residual
 out of the new one. Both are misprints: a residual is what was to be sent minus what was sent.)
 
-Work goes chunk by chunk, so that temporary tensors stay in the cache. Seconds for encoding a 16 MiB float32 buffer,
-averaging the parts of two workers and decoding, on one core, are in ``packages/comm/benchmarks``.
+Work goes chunk by chunk, so that temporary tensors stay in the cache.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ A buffer is cut into blocks of equal length, and each block becomes one record o
     | scale |       one int8 for each element           |       eight
 
 so records of any run of blocks can be sent, gathered and decoded without looking at the others, and how many bytes
-there will be is known from the number of elements alone.
+there will be is known from the number of elements alone. Scales are bfloat16: their error of up to 0.2% is nothing
+beside that of the bits, it is fed back like it, and blocks may be half as long for the same number of bytes.
 
 [Note: Not a number, and not zero]
     A block of zeros has scale 0 and decodes to zeros: nothing is divided by a scale that may be 0. A block that
@@ -25,6 +26,8 @@ from .bits import byte_table, pack, sign_flags, unpack
 
 __all__ = ["BlockCodec", "EightBitCodec", "OneBitCodec", "TwoBitCodec"]
 
+_SCALE = torch.bfloat16
+
 
 class BlockCodec(ABC):
     """Turns ``[rows, block]`` numbers into ``[rows, record]`` bytes, and back. Without state."""
@@ -37,7 +40,7 @@ class BlockCodec(ABC):
     @property
     @abstractmethod
     def scales(self) -> int:
-        """Float32 scales in a record."""
+        """Scales in a record."""
 
     @property
     @abstractmethod
@@ -47,7 +50,7 @@ class BlockCodec(ABC):
     @property
     def record(self) -> int:
         """Bytes of a record."""
-        return 4 * self.scales + self.block * self.bits // 8
+        return self._head + self.block * self.bits // 8
 
     @abstractmethod
     def encode(self, values: Tensor, counts: Tensor, out: Tensor, work: Tensor) -> None:
@@ -66,16 +69,21 @@ class BlockCodec(ABC):
         """Which blocks held an infinity or a NaN: bool ``[rows, 1]``."""
         return ~torch.isfinite(self._scales(records)).all(1, keepdim=True)
 
+    @property
+    def _head(self) -> int:
+        """Bytes of the scales."""
+        return self.scales * _SCALE.itemsize
+
     def _scales(self, records: Tensor) -> Tensor:
-        return records[:, : 4 * self.scales].contiguous().view(torch.float32)
+        return records[:, : self._head].contiguous().view(_SCALE).float()
 
     def _put_scales(self, out: Tensor, *scales: Tensor) -> None:
-        out[:, : 4 * self.scales] = torch.cat(scales, 1).to(torch.float32).view(torch.uint8)
+        out[:, : self._head] = torch.cat(scales, 1).to(_SCALE).view(torch.uint8)
 
     def _plane(self, records: Tensor, number: int) -> Tensor:
         """The bytes of one plane of bits, a view."""
         width = self.block // 8
-        return records[:, 4 * self.scales + number * width :][:, :width]
+        return records[:, self._head + number * width :][:, :width]
 
 
 class OneBitCodec(BlockCodec):
@@ -135,11 +143,11 @@ class EightBitCodec(BlockCodec):
 
     def encode(self, values: Tensor, counts: Tensor, out: Tensor, work: Tensor) -> None:
         """See :class:`BlockCodec`."""
-        scale = torch.abs(values, out=work[0]).amax(1, keepdim=True).div_(127).to(torch.float32)
-        self._put_scales(out, scale)
+        self._put_scales(out, torch.abs(values, out=work[0]).amax(1, keepdim=True).div_(127))
+        scale = self._scales(out)
         steps = torch.div(values, scale.masked_fill(scale == 0, 1), out=work[0]).round_().clamp_(-127, 127)
-        out[:, 4:] = steps.to(torch.int8).view(torch.uint8)
+        out[:, self._head :] = steps.to(torch.int8).view(torch.uint8)
 
     def decode(self, records: Tensor, out: Tensor) -> None:
         """See :class:`BlockCodec`."""
-        out.copy_(records[:, 4:].view(torch.int8)).mul_(self._scales(records))
+        out.copy_(records[:, self._head :].view(torch.int8)).mul_(self._scales(records))
