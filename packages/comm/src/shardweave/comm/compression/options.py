@@ -82,6 +82,9 @@ class OneBit(_Blocks):
     there. The root mean square preserves the norm instead and loses both: on gradients of a small transformer its
     squared error was 0.61 to 1.02 of the gradient's own square, that of the mean 0.51 to 0.72. (In blocks of 1024,
     the mean's was 0.67 to 0.93: the scale has to follow the rows.)
+
+    An element that is always zero in a block that is not gets the block's scale as noise, taken back a step later. SGD
+    does not mind; Adam divides by it, and 1-bit Adam masks such elements.
     """
 
 
