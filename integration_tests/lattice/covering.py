@@ -59,14 +59,14 @@ class Space:
         """A whole point that contains this partial one; None: there is none.
 
         Options get their values in random order if `random` is given, and an option's values are tried in the order of
-        `prefer`, if given. What rules read comes first: a dead end is then found before many free options are tried.
+        `prefer`, if given. What most rules read comes first: dead ends are then found before much else is tried.
         """
         if not self.allowed(point):
             return None
         names = [name for name in self.options if name not in point]
         if random:
             random.shuffle(names)
-        names.sort(key=lambda name: not self._rules[name])
+        names.sort(key=lambda name: -len(self._rules[name]))
         return self._fill(dict(point), names, prefer or (lambda _, name: self.options[name]))
 
     def possible(self, wanted: Iterable[Combination]) -> list[Combination]:

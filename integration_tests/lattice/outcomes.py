@@ -44,6 +44,7 @@ class Chain:
             self._root("chain", folder),
             first=position,
             after=after,
+            nodes=self.points[position]["nodes"],
         )
 
     def job_alone(self, folder: Path) -> Job:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from integration_tests.lattice.table import STEPS
 from integration_tests.layouts import configured
 
-from shardweave.comm import Mesh
+from shardweave.comm import Mesh, Topology
 from shardweave.launcher.checkpoint import resume, save
+from shardweave.launcher.communication import mesh_of
+from shardweave.launcher.layout import layout_of
 from shardweave.launcher.trainer import Record, Trainer
 
 __all__ = ["Job", "Stretch", "train_alone", "train_stretch"]
@@ -41,15 +43,20 @@ class Job:
     """The number of the first one."""
     after: Path | None = None
     """The checkpoint with which the stretch before the first one ended."""
+    nodes: int = 1
+    """How many nodes the mesh is told of, with equally many ranks on each."""
 
 
 def train_stretch(job: Job) -> Stretch | None:
     """Trains one stretch in the layout of the settings, over all ranks of the world; the first rank reports it."""
-    # Both values of the option are tried, and one of them has no effect inside of a pipeline, as it says.
+    # Both values of the option are tried, and one of them has no effect inside of a pipeline, as it says. And tensor
+    # ranks on several nodes are slow, as it says, if nodes are not only told of.
     warnings.filterwarnings("ignore", "shard_between_micro_batches=True has no effect")
+    warnings.filterwarnings("ignore", "mesh axis tp=")
     config = configured({**job.settings, "checkpoint.resume": str(job.after or "never")})
-    sizes = config.parallel
-    mesh = Mesh(dp=int(sizes.data), tp=sizes.tensor, pp=sizes.pipeline)
+    layout = layout_of(config)
+    topology = Topology.told(layout.world_size, layout.world_size // job.nodes)
+    mesh = mesh_of(config, layout, topology=topology)
     try:
         trainer = Trainer(config, mesh)
         found = resume(trainer, job.root, lambda text: None)

@@ -82,6 +82,10 @@ OPTIONS: tuple[Option, ...] = (
         "accumulation", None, 1, 2, 3, 4
     ),  # micro-batches of a data rank: `settings` makes batch.micro of it
     _layout("bucket", "comm.bucket_mb", 25, 0.01),  # 0.01: nearly every matrix is a unit of its own
+    _layout("replicas", "zero.replicas", 1, 2),
+    _layout("nodes", None, 1, 2, 4),  # which the mesh is told of: equally many ranks on each
+    _layout("hierarchy", "comm.hierarchy", "auto", "flat", "two-level"),
+    _layout("debug", "comm.debug", False, True),
     _run("layers", "model.layers", 3, 5, 8),  # and the two ends: uneven over most numbers of stages
     _run(
         "kv_heads", "model.kv_heads", HEADS, 4, 1
@@ -110,6 +114,13 @@ OPTIONS: tuple[Option, ...] = (
         fp64={"precision": "fp64"},
         fp32={"precision": "fp32"},
         fp32_sums_fp64={"precision": "fp32", "zero.gradient_dtype": "fp64"},
+        # Everything is sent, as float32, the first step plain: with residuals that stay zero.
+        fp32_topk={
+            "precision": "fp32",
+            "comm.compression": "topk",
+            "comm.density": 1.0,
+            "comm.warmup": 1,
+        },
         bf16={"precision": "bf16"},
         bf16_wire_bf16={"precision": "bf16", "zero.reduce_dtype": "bf16"},
         fp16={"precision": "fp16"},
@@ -133,6 +144,30 @@ def _gradients_are_sharded_at_stage_two(between: object, stage: int) -> bool:
     return stage == 2 or between == "auto"
 
 
+def _copies_are_of_shards(replicas: int, data: int, stage: int) -> bool:
+    return replicas == 1 or (data % replicas == 0 and stage > 0)
+
+
+def _nodes_have_equally_many_ranks(nodes: int, data: int, tensor: int, pipeline: int) -> bool:
+    return data * tensor * pipeline % nodes == 0
+
+
+def _levels_are_for_several_nodes(hierarchy: str, nodes: int) -> bool:
+    return nodes > 1 or hierarchy == "auto"
+
+
+def _two_levels_take_data_ranks_beside_each_other(
+    hierarchy: str, nodes: int, data: int, tensor: int, pipeline: int
+) -> bool:
+    """Two or more of them on each of several nodes."""
+    inside, apart = divmod(data * tensor * pipeline // nodes, tensor)
+    return hierarchy != "two-level" or (1 < inside < data and not apart and data % inside == 0)
+
+
+def _gradients_are_compressed_once(numbers: str, between: object) -> bool:
+    return numbers != "fp32_topk" or between is not True
+
+
 def _micro_batches_are_equal(data: int, accumulation: int) -> bool:
     return SAMPLES % (data * accumulation) == 0
 
@@ -154,6 +189,11 @@ RULES: tuple[Rule, ...] = (
     _a_sequence_is_shared_by_tensor_ranks,
     _a_schedule_is_for_stages,
     _gradients_are_sharded_at_stage_two,
+    _copies_are_of_shards,
+    _nodes_have_equally_many_ranks,
+    _levels_are_for_several_nodes,
+    _two_levels_take_data_ranks_beside_each_other,
+    _gradients_are_compressed_once,
     _micro_batches_are_equal,
     _a_stage_has_a_block,
     _key_heads_are_split_or_copied,
