@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardweave.comm import Mesh
+from shardweave.comm import Mesh, Topology
 from shardweave.launcher.dataset import Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
@@ -81,3 +81,21 @@ def test_the_meter_reports_the_worst_rank_alike_everywhere() -> None:
     assert metrics.tokens_per_second == 64 / metrics.step_seconds
     assert 0.05 < metrics.memory_gib < 50
     assert metrics.tflops_per_device > 0
+    assert metrics.extra == {}
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_over_several_nodes_the_meter_tells_what_crosses() -> None:
+    for nodes, pairs in (
+        (2, 1),
+        (4, 2),
+    ):  # with two nodes, stages lie on one each, and only they talk over the network
+        mesh = Mesh(dp=2, pp=2, topology=Topology.told(4, 4 // nodes))
+        meter = Meter(trainer := _trainer(mesh))
+        meter.stop(trainer.train_step())
+        meter.start()
+        metrics = meter.stop(trainer.train_step())
+        axes = ("pp", "data")[:pairs]
+        least = sum(metrics.comm_bytes[axis] for axis in axes) / 2
+        assert least <= metrics.extra["network_bytes"] <= sum(metrics.comm_bytes.values())
+        mesh.close()

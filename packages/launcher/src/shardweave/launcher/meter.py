@@ -32,18 +32,19 @@ class Meter:
         parts = trainer.parts
         self._flops = flops(parts.shape, batch=parts.plan.global_batch).model
         self._peak = peak_flops(_device_name(parts.device), trainer.config.precision)
-        self._traffic = trainer.mesh.ledger.by_axis()
-        self._began = time.perf_counter()
+        self.start()
 
     def start(self) -> None:
         """The step begins."""
-        self._traffic = self._trainer.mesh.ledger.by_axis()
+        ledger = self._trainer.mesh.ledger
+        self._traffic, self._crossed = ledger.by_axis(), ledger.total(link="network").sent
         self._began = time.perf_counter()
 
     def stop(self, result: StepResult) -> StepMetrics:
         """The step is done; the same numbers on every rank."""
         seconds = time.perf_counter() - self._began
-        before, after = self._traffic, self._trainer.mesh.ledger.by_axis()
+        ledger = self._trainer.mesh.ledger
+        before, after = self._traffic, ledger.by_axis()
         spent = {axis: after[axis] - before[axis] if axis in before else after[axis] for axis in after}
         mine = [
             seconds,
@@ -51,11 +52,13 @@ class Meter:
             min(seconds, sum(traffic.seconds for traffic in spent.values())),
             min(seconds, sum(traffic.exposed for traffic in spent.values())),
             _memory(self._trainer.parts.device),
+            float(ledger.total(link="network").sent - self._crossed),
             *(float(spent[axis].sent) if axis in spent else 0.0 for axis in _AXES),
         ]
         device = self._trainer.parts.device
         worst = torch.tensor(mine, dtype=torch.float64, device=device)
-        seconds, comm, exposed, memory, *sent = all_reduce(worst, self._trainer.mesh.world, "max").tolist()
+        worst = all_reduce(worst, self._trainer.mesh.world, "max")
+        seconds, comm, exposed, memory, crossed, *sent = worst.tolist()
         per_device = self._flops / seconds / self._trainer.mesh.world.size
         return StepMetrics(
             step=result.step,
@@ -73,8 +76,14 @@ class Meter:
             comm_bytes={axis: int(count) for axis, count in zip(_AXES, sent, strict=True) if count},
             memory_gib=memory / 2**30,
             skipped=result.skipped,
-            extra={} if result.loss_scale is None else {"loss_scale": result.loss_scale},
+            extra=self._extra(result, crossed),
         )
+
+    def _extra(self, result: StepResult, crossed: float) -> dict[str, float]:
+        """What only some runs have."""
+        scale = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+        several = self._trainer.mesh.topology.num_nodes > 1
+        return {**scale, **({"network_bytes": int(crossed)} if several else {})}
 
 
 def _device_name(device: torch.device) -> str:

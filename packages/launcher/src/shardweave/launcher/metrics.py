@@ -52,7 +52,8 @@ class StepMetrics:
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
     extra: Mapping[str, float]
-    """Further keys: auxiliary losses, and with fp16 the ``loss_scale`` of the step."""
+    """Further keys: auxiliary losses, with fp16 the ``loss_scale`` of the step, and over several nodes
+    ``network_bytes``, which the worst rank sent to other nodes."""
 
     def record(self) -> dict[str, Any]:
         """The line's object."""
