@@ -104,7 +104,7 @@ def eight_bit(x: Tensor) -> Tensor:
 
 
 def averaged(quantize: Callable[[Tensor], Tensor], block: int) -> Reference:
-    """1-bit Adam's compressed all-reduce, with the owner's residual as a whole vector."""
+    """1-bit Adam's compressed all-reduce, with the owner's residual as a whole vector; two workers need no owner."""
 
     def reference(gradients: list[Tensor], memory: dict[str, Tensor]) -> Tensor:
         total = torch.zeros_like(gradients[0])
@@ -113,6 +113,8 @@ def averaged(quantize: Callable[[Tensor], Tensor], block: int) -> Reference:
             sent = blockwise(corrected, block, quantize)
             memory[f"worker {worker}"] = corrected - sent
             total += sent
+        if len(gradients) == 2:
+            return total / 2
         corrected = total / len(gradients) + memory.get("owner", torch.zeros_like(total))
         result = blockwise(corrected, block, quantize)
         memory["owner"] = corrected - result

@@ -8,7 +8,8 @@ segments                         :class:`Segment`: which parameters lie where in
 residuals                        :class:`Residual`: what is owed, by parameter and range;
                                  :func:`redistribute_residuals`: for another number of workers
 kept                             state that a skipped step takes back
-averaging, blocks, bits          bits: all-to-all, average, all-gather of records of packed bits
+averaging, swapping              bits: all-to-all, average, all-gather of records; of two workers, one all-gather
+records, blocks, bits            what both stand on: records of packed bits
 gathering, sparse                top-k: all-gather of places and values
 lowrank                          PowerSGD: all-reduces of thin matrices
 ===============================  ==============================================================================

@@ -28,6 +28,7 @@ from .options import Compression, EightBit, OneBit, PowerSGD, TopK, TwoBit
 from .residuals import OWNER, WORKER, Residual, outside
 from .scheme import Layout, Scheme
 from .segments import Segment, check_segments
+from .swapping import Swapping
 
 __all__ = ["CompressedReduction"]
 
@@ -45,9 +46,9 @@ class CompressedReduction:
     one rank it is the identity and keeps nothing (but for momentum, and residuals that were loaded, which the
     next step pays).
 
-    Memory for n elements and W workers, in 4-byte numbers (8-byte ones for float64): n + n / W for bits, n for
-    top-k (2 n with momentum), n and the thin matrices for PowerSGD; the same again with ``undoable``, which without
-    it is needed only while reducing.
+    Memory for n elements and W workers, in 4-byte numbers (8-byte ones for float64): n + n / W for bits (n if W is 2),
+    n for top-k (2 n with momentum), n and the thin matrices for PowerSGD; the same again with ``undoable``, which
+    without it is needed only while reducing.
     """
 
     def __init__(
@@ -216,8 +217,8 @@ def _scheme(options: Compression, layout: Layout) -> Scheme:
     """How a kind of compression is carried out."""
     match options:
         case OneBit() | TwoBit() | EightBit():
-            codec = _CODECS[type(options)]
-            return Averaging(layout, codec, options.block, feedback=options.error_feedback)
+            blocks = Swapping if layout.axis.size == 2 else Averaging
+            return blocks(layout, _CODECS[type(options)], options.block, feedback=options.error_feedback)
         case TopK():
             return Gathering(layout, options)
         case PowerSGD():

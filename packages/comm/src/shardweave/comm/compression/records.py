@@ -1,0 +1,93 @@
+"""What all reductions of records have in common: where the blocks lie, and how to encode and decode a run of them.
+
+Work goes chunk by chunk, so that temporary tensors stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockCodec
+from .grid import Grid
+from .scheme import Layout, Scheme
+
+__all__ = ["BlockScheme"]
+
+_CHUNK = 1 << 17
+"""Elements worked on at a time on a CPU: 512 KiB of float32. An accelerator takes all at once."""
+
+
+class BlockScheme(Scheme):
+    """A scheme that sends records of a block code; still without a word on who sends what to whom."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        codec: Callable[[int, torch.device], BlockCodec],
+        block: int,
+        *,
+        feedback: bool,
+    ) -> None:
+        super().__init__(layout, feedback=feedback)
+        self.grid = grid = Grid.of(layout.length, layout.axis.size, block)
+        self.codec = codec(grid.block, layout.device)
+        starts = torch.arange(grid.blocks, device=layout.device).mul_(grid.block).unsqueeze(1)
+        self._counts = (grid.length - starts).clamp_(1, max(1, grid.block)).to(layout.dtype)
+        size = _CHUNK if layout.device.type == "cpu" else layout.length
+        self._chunk = max(1, min(grid.blocks, size // max(1, grid.block)))  # blocks
+
+    def chunks(self, blocks: int) -> Iterator[tuple[int, int]]:
+        """The first ``blocks`` blocks in runs that are worked on at a time."""
+        return self.grid.chunks(0, blocks, self._chunk)
+
+    def work_space(self) -> Tensor:
+        """Three chunks to be overwritten: ``[3, blocks, block]``."""
+        shape = (3, self._chunk, self.grid.block)
+        return torch.empty(shape, dtype=self.layout.dtype, device=self.layout.device)
+
+    def records(self, blocks: int) -> Tensor:
+        """Room for records: uint8 ``[blocks, record]``."""
+        return torch.empty(blocks, self.codec.record, dtype=torch.uint8, device=self.layout.device)
+
+    def encode_corrected(self, buffer: Tensor, corrected: Tensor, work: Tensor) -> Tensor:
+        """The records of gradient + residual, of all blocks; the sum itself goes to ``corrected``."""
+        records = self.records(self.grid.blocks)
+        for first, last in self.chunks(self.grid.blocks):
+            span = self.grid.span(first, last)
+            if self.worker is not None:
+                torch.add(buffer[span], self.worker.current[span], out=corrected[span])
+            self.encode(corrected[span], first, last, records[first:last], work)
+        return records
+
+    def encode(self, flat: Tensor, first: int, last: int, out: Tensor, work: Tensor) -> None:
+        """Encodes ``flat``, the elements of the blocks ``first`` to ``last``, the missing ones as zeros."""
+        block, rows = self.grid.block, last - first
+        if flat.numel() < rows * block or not flat.is_contiguous() or flat.dtype != self.layout.dtype:
+            whole = torch.zeros(rows * block, dtype=self.layout.dtype, device=flat.device)
+            whole[: flat.numel()] = flat
+            flat = whole
+        self.codec.encode(flat.view(rows, block), self._counts[first:last], out, work[:2, :rows])
+
+    def decode(self, records: Tensor, into: Tensor) -> Tensor:
+        """The values of ``records``, flat, at the beginning of ``into``, which is a chunk."""
+        rows = into[: records.shape[0]]
+        self.codec.decode(records, rows)
+        return rows.view(-1)
+
+    def broken(self, length: int, *records: Tensor) -> Tensor | None:
+        """Which of ``length`` elements are in a block broken in any of ``records``, bool; ``None``: surely none."""
+        broken = torch.stack([self.codec.broken(of_one) for of_one in records]).any(0)
+        if broken.device.type == "cpu" and not broken.any():
+            return None  # as good as always; on an accelerator asking would wait for the device
+        return broken.expand(-1, self.grid.block).reshape(-1)[:length]
+
+    def leave(
+        self, corrected: Tensor, old: Tensor, records: Tensor, broken: Tensor | None, work: Tensor
+    ) -> None:
+        """Subtracts from ``corrected`` what ``records`` say of it: the new residual; the ``old`` one where broken."""
+        corrected.sub_(self.decode(records, work[0])[: corrected.numel()])
+        if broken is not None:
+            torch.where(broken, old, corrected, out=corrected)
