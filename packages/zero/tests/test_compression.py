@@ -34,6 +34,7 @@ SHAPES = {"a": (40, 33), "b": (7,), "c": (9, 5), "d": ()}
 RATE = 0.5
 KINDS: tuple[Compression, ...] = (
     OneBit(block=32),
+    OneBit(block=64, warmup=2),  # in units learnt in two plain steps
     TwoBit(block=32, warmup=2),
     TopK(density=0.1),
     PowerSGD(rank=2),

@@ -45,8 +45,9 @@ class Averaging(BlockScheme):
         block: int,
         *,
         feedback: bool,
+        units: bool,
     ) -> None:
-        super().__init__(layout, codec, block, feedback=feedback)
+        super().__init__(layout, codec, block, feedback=feedback, units=units)
         self._first = layout.axis.rank * self.grid.rows
         own = self.grid.span(self._first, self._first + self.grid.rows)
         self.owner: Kept | None = None
@@ -56,8 +57,8 @@ class Averaging(BlockScheme):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """The worker's residual and the owner's."""
-        return tuple(kept for kept in (self.worker, self.owner) if kept is not None)
+        """The worker's residual and the owner's, and the units."""
+        return super().kept if self.owner is None else (*super().kept, self.owner)
 
     def reduce(self, buffer: Tensor, *, step: int, factor: int) -> None:
         """See :class:`Scheme`. All-to-all and all-gather of uint8 ``[blocks, record]``."""
@@ -81,14 +82,15 @@ class Averaging(BlockScheme):
         for first, last in self.chunks(grid.rows):
             span = grid.span(self._first + first, self._first + last)
             own = slice(span.start - start, span.stop - start)
-            mean = self._mean(parts[:, first:last], work)[: span.stop - span.start]
+            mean = self._mean(parts[:, first:last], self._first + first, work)[: span.stop - span.start]
             if owner is not None:
                 mean.add_(owner.current[own])
             records = averaged[first:last]
             self.encode(mean, self._first + first, self._first + last, records, work)
             if owner is not None and new is not None:
                 new[own] = mean
-                self.leave(new[own], owner.current[own], records, self.broken(mean.numel(), records), work)
+                broken = self.broken(mean.numel(), records)
+                self.leave(new[own], owner.current[own], records, self._first + first, broken, work)
         if owner is not None and new is not None:
             owner.commit(new)
         return averaged
@@ -102,17 +104,17 @@ class Averaging(BlockScheme):
             span = self.grid.span(first, last)
             broken = self.broken(span.stop - span.start, gathered[first:last])
             if worker is not None:
-                self.leave(corrected[span], worker.current[span], sent[first:last], broken, work)
-            result = self.decode(gathered[first:last], work[0])[: span.stop - span.start]
+                self.leave(corrected[span], worker.current[span], sent[first:last], first, broken, work)
+            result = self.decode(gathered[first:last], first, work[0])[: span.stop - span.start]
             if broken is not None:
                 result.masked_fill_(broken, torch.inf)
             buffer[span] = result if factor == 1 else result.mul_(factor)
         if worker is not None:
             worker.commit(corrected)
 
-    def _mean(self, parts: Tensor, work: Tensor) -> Tensor:
+    def _mean(self, parts: Tensor, first: int, work: Tensor) -> Tensor:
         """The flat mean of the workers' records ``parts`` ``[workers, rows, record]``, in ``work[2]``."""
-        total = self.decode(parts[0], work[2])
+        total = self.decode(parts[0], first, work[2])
         for part in parts[1:]:
-            total.add_(self.decode(part, work[0]))
+            total.add_(self.decode(part, first, work[0]))
         return total.div_(parts.shape[0])

@@ -84,6 +84,10 @@ class Kept:
             self._spare, self._can_undo = self.current, True
         self._current = new
 
+    def freeze(self) -> None:
+        """The values do not change any more: gives the spare memory back."""
+        self._spare, self._can_undo = None, False
+
     def settle(self) -> None:
         """From now on there is nothing to undo."""
         self._can_undo = False

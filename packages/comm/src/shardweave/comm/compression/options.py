@@ -65,6 +65,10 @@ class _Blocks(Compression):
     differs from row to row, and cost more: a scale is 2 bytes. Short buffers use smaller blocks, so that every rank
     has its share."""
 
+    units: bool = True
+    """Whether elements are coded in units of their own, which they learn during the warm-up (``units.py``): as much
+    memory again as the gradients take. Without a warm-up there are none."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block < BLOCK_UNIT or self.block % BLOCK_UNIT:
@@ -83,8 +87,8 @@ class OneBit(_Blocks):
     squared error was 0.61 to 1.02 of the gradient's own square, that of the mean 0.51 to 0.72. (In blocks of 1024,
     the mean's was 0.67 to 0.93: the scale has to follow the rows.)
 
-    An element that is always zero in a block that is not gets the block's scale as noise, taken back a step later. SGD
-    does not mind; Adam divides by it, and 1-bit Adam masks such elements.
+    An element that is always zero in a block that is not gets the block's scale as noise, taken back a step later;
+    in units of its own, a hundredth of it. (1-bit Adam masks such elements.)
     """
 
 

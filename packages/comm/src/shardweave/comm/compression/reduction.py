@@ -218,7 +218,13 @@ def _scheme(options: Compression, layout: Layout) -> Scheme:
     match options:
         case OneBit() | TwoBit() | EightBit():
             blocks = Swapping if layout.axis.size == 2 else Averaging
-            return blocks(layout, _CODECS[type(options)], options.block, feedback=options.error_feedback)
+            return blocks(
+                layout,
+                _CODECS[type(options)],
+                options.block,
+                feedback=options.error_feedback,
+                units=options.units and options.warmup > 0,
+            )
         case TopK():
             return Gathering(layout, options)
         case PowerSGD():

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["FACTOR", "MOMENTUM", "OWNER", "WORKER", "Residual", "outside", "redistribute"]
+__all__ = ["FACTOR", "MOMENTUM", "OWNER", "UNIT", "WORKER", "Residual", "outside", "redistribute"]
 
 WORKER = "worker"
 """Kind: what one worker did not send."""
@@ -33,6 +33,8 @@ OWNER = "owner"
 """Kind: what the rank that averages an element did not send on. Each element has one owner."""
 MOMENTUM = "momentum"
 """Kind: u of Deep Gradient Compression, one for each worker."""
+UNIT = "unit"
+"""Kind: what an element's gradients usually amount to; equal on all workers, not owed to anyone."""
 FACTOR = "factor"
 """Kind: Q of PowerSGD, ``columns * rank`` numbers of a whole matrix; equal on all workers, not owed to anyone."""
 
@@ -42,7 +44,7 @@ class Residual:
     """One piece of what a compression keeps."""
 
     kind: str
-    """``worker``, ``owner``, ``momentum`` or ``factor``."""
+    """``worker``, ``owner``, ``momentum``, ``unit`` or ``factor``."""
     worker: int | None
     """Position of its worker in the axis; ``None`` for what belongs to no one worker."""
     name: str

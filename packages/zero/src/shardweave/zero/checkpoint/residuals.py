@@ -5,6 +5,7 @@
     residual/worker.2/layers.0.mlp.up.weight      what contributor 2 has not sent of its gradient
     residual/momentum.2/...                       its velocity, under Deep Gradient Compression
     residual/owner.0/...                          what the ranks that average have not sent on, for each place
+    residual/unit.0/...                           what its gradients usually amount to, for each place
     residual/factor.0/...                         a matrix of PowerSGD, of one part of the model
 
 Contributors and places: see ``zero/compression.py``. Numbers are in units of the mean gradient over W workers.
@@ -17,8 +18,9 @@ Contributors and places: see ``zero/compression.py``. Numbers are in units of th
         mean    worker  W' / (W W' P') of the sum      owner  1 / P' of the sum
         sum     worker  1 / (W' P')                    owner  W / (W' P')
 
-    The residuals are read one number after another: no rank holds more than one besides its own. Matrices of
-    PowerSGD are directions to begin with and owe nothing; a layout that cuts the model elsewhere starts with new ones.
+    The residuals are read one number after another: no rank holds more than one besides its own. Units owe nothing:
+    another number of places starts with the mean. Matrices of PowerSGD are directions to begin with; a layout that
+    cuts the model elsewhere starts with new ones.
 """
 
 from __future__ import annotations
@@ -126,6 +128,8 @@ class ResidualLoader:
         workers, is_sum = unit.reduction.axis.size, self._optimizer.reduction == "sum"
         if wanted.kind == "factor":
             return float(number == self._optimizer.model.rank)
+        if wanted.kind == "unit":
+            return float(number == unit.place) if before == unit.places else 1 / before
         if wanted.kind == "owner":
             same = before == unit.places
             share = float(number == unit.place) if same else 1 / unit.places
@@ -148,7 +152,7 @@ def _all_wanted(optimizer: ZeroOptimizer) -> Iterator[_Wanted]:
 def _number(unit: UnitResiduals, kind: str, optimizer: ZeroOptimizer) -> int:
     if kind == "factor":
         return optimizer.model.rank
-    return unit.place if kind == "owner" else unit.contributor
+    return unit.place if kind in ("owner", "unit") else unit.contributor
 
 
 def _saved_name(kind: str, number: int, name: str) -> str:
