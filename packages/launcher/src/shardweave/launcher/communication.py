@@ -79,8 +79,9 @@ def idle_over(config: Config, layout: Layout) -> Iterator[Problem]:
 def residual_bytes(config: Config, layout: Layout, elements: int) -> int:
     """What compression keeps on a rank that holds so many parameters, at most: over several nodes it is less.
 
-    What was not sent, of this rank's part of a copy's gradients, and with bits of what it averages for the others. All
-    of it twice, as a step that is skipped takes it back. The thin matrices of PowerSGD are not counted.
+    What was not sent, of this rank's part of a copy's gradients; with bits also of what it averages for the others, if
+    more than two exchange, and the units that a warm-up learns. All of it twice, as a step that is skipped takes it
+    back. The thin matrices of PowerSGD are not counted.
     """
     compression = compression_of(config.comm)
     if compression is None or layout.data == 1:
@@ -89,6 +90,9 @@ def residual_bytes(config: Config, layout: Layout, elements: int) -> int:
     workers, part = layout.data, elements
     if copies > 1:  # added up exactly inside a copy, and compressed between them
         workers, part = copies, math.ceil(elements * copies / layout.data)
-    averaged = math.ceil(part / workers) if isinstance(compression, (OneBit, TwoBit)) else 0
+    kept = part
+    if isinstance(compression, (OneBit, TwoBit)):
+        kept += math.ceil(part / workers) if workers > 2 else 0
+        kept += part if compression.warmup else 0
     wide = 8 if "fp64" in (config.precision, config.zero.gradient_dtype) else torch.float32.itemsize
-    return 2 * wide * (part + averaged)
+    return 2 * wide * kept
