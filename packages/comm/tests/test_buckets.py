@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardweave import comm
 from shardweave.comm import CommOptions, GradientBuckets, Mesh, Topology, plan_buckets
+from shardweave.comm.buckets.layout import default_bucket_bytes
 from shardweave.comm.compression import OneBit, TopK
 
 RANKS = [1, 2, 3, 4]
@@ -242,7 +243,14 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 def test_buckets_hold_one_dtype_and_a_bounded_size() -> None:
     wide, narrow = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.bfloat16)
     assert plan_buckets([], 100) == ()
-    assert plan_buckets([wide, wide, wide], 160) == ((0, 1), (2,))
+    assert plan_buckets([wide, wide, wide], 160) == ((0,), (1, 2))  # the rest is launched last
     assert plan_buckets([wide, narrow, wide, narrow], 160) == ((0, 2), (1, 3))
     assert plan_buckets([wide, wide], 8) == ((0,), (1,))
     assert plan_buckets([torch.zeros(0), torch.zeros(0)], 1) == ((0, 1),)
+
+
+def test_default_buckets_are_an_eighth_of_all_within_bounds() -> None:
+    """In MiB of float32 gradients; what is allocated on meta takes no memory."""
+    for total, bucket in ((0, 1), (4, 1), (16, 2), (400, 25)):
+        parameters = [torch.zeros(total, 1 << 18, device="meta")]
+        assert default_bucket_bytes(parameters) == bucket << 20

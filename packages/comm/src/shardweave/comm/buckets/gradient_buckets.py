@@ -14,7 +14,7 @@ from ..collectives import all_reduce, start_all_reduce
 from ..compression import CompressedReduction, Compression, Segment
 from ..pending import Pending
 from ..sharding import sharding_of
-from .layout import FlatLayout, flat_layout, plan_buckets
+from .layout import FlatLayout, default_bucket_bytes, flat_layout, plan_buckets
 from .memory import BucketMemory
 from .order import OrderedReduction
 from .reduction import BackgroundReduction
@@ -36,9 +36,10 @@ class GradientBuckets:
 
     ``parameters``: of one module, alike and in one order on all ranks of ``axis``, or ``(name, parameter)`` pairs;
     frozen ones are left alone. Their values are not touched: that ranks start equal is the caller's (``broadcast``).
-    ``bucket_mb``: MiB of a bucket. ``op``: ``mean``, as DDP has it, or ``sum``. ``compression``: sends the gradients
-    so, between nodes only where the axis spans some; see :class:`~shardweave.comm.Compression`. ``overlap=False``:
-    everything travels at the end of the backward pass, to compare with.
+    ``bucket_mb``: MiB of a bucket; ``None``: an eighth of the gradients, between 1 and 25. ``op``: ``mean``, as DDP has
+    it, or ``sum``. ``compression``: sends the gradients so, between nodes only where the axis spans some; see
+    :class:`~shardweave.comm.Compression`. ``overlap=False``: everything travels at the end of the backward pass, to
+    compare with.
 
     A parameter that got no gradient on any rank has ``.grad is None`` afterwards; if it had one on some, the others
     count as zero. Gradients that arrive after a bucket was launched (a second ``backward`` outside of
@@ -50,18 +51,19 @@ class GradientBuckets:
         parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
         axis: Axis,
         *,
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         op: str = "mean",
         compression: Compression | None = None,
         overlap: bool = True,
     ) -> None:
         if op not in ("mean", "sum"):
             raise ValueError(f"op={op!r}: choose 'mean' or 'sum'")
-        if not bucket_mb > 0:
+        if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb!r}: give a size in MiB above 0")
         named = [(name, p) for name, p in _named(parameters) if p.requires_grad]
         trained = [parameter for _, parameter in named]
-        plans = plan_buckets(trained, max(1, int(bucket_mb * 2**20)))
+        bucket_bytes = default_bucket_bytes(trained) if bucket_mb is None else max(1, int(bucket_mb * 2**20))
+        plans = plan_buckets(trained, bucket_bytes)
         self._axis = axis
         self._buckets = tuple(
             _Bucket([named[number] for number in plan], axis, op, compression) for plan in plans

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["FlatLayout", "flat_layout", "plan_buckets"]
+__all__ = ["FlatLayout", "default_bucket_bytes", "flat_layout", "plan_buckets"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,26 @@ def flat_layout(shapes: Sequence[Sequence[int]]) -> FlatLayout:
     return FlatLayout(tuple(starts), tuple(tuple(shape) for shape in shapes), length)
 
 
+def default_bucket_bytes(parameters: Sequence[Tensor]) -> int:
+    """An eighth of all gradients, but no less than 1 MiB and no more than 25.
+
+    Large buckets cost fewer round trips. But a bucket travels when it is full, and behind the one that fills last no
+    backward pass is left to hide it; so it should be a small part of all.
+    """
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return min(max(total // 8, 1 << 20), 25 << 20)
+
+
 def plan_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Numbers of the parameters in each bucket, in order of its first one.
 
-    A bucket holds one dtype on one device, and at most ``bucket_bytes``, or a single parameter that is larger.
+    A bucket holds one dtype on one device, and at most ``bucket_bytes``, or a single parameter that is larger. They
+    are filled from the last parameter on, as gradients come, so what does not fill one is in the first: the bucket that
+    is launched last and hidden least.
     """
     buckets: list[list[int]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for number, parameter in enumerate(parameters):
+    for number, parameter in reversed(list(enumerate(parameters))):
         key = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
         members, filled = open_.get(key, ([], 0))
@@ -66,4 +78,4 @@ def plan_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> tuple[tuple
             buckets.append(members)
         members.append(number)
         open_[key] = (members, filled + size)
-    return tuple(tuple(members) for members in buckets)
+    return tuple(sorted(tuple(reversed(members)) for members in buckets))
