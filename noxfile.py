@@ -216,10 +216,20 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
-def bench(session: nox.Session) -> None:
-    """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
+@nox.parametrize("part", ["collectives", "comm"], ids=["collectives", "comm"])
+def bench(session: nox.Session, part: str) -> None:
+    """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one.
+
+    `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options.
+    """
     install(session, PACKAGES)
-    session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)
+    if part == "collectives":
+        session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)
+        return
+    scripts = sorted(path.stem for path in (ROOT / "packages/comm/benchmarks").glob("[!_]*.py"))
+    for script in session.posargs[:1] or scripts:
+        module = f"packages.comm.benchmarks.{script}"
+        session.run("python", "-m", module, *session.posargs[1:], env=ENVIRONMENT)
 
 
 @nox.session

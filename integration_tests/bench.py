@@ -1,4 +1,4 @@
-"""Benchmarks against named peers, in one run on this machine: ``nox -s bench``.
+"""Benchmarks against named peers, in one run on this machine: ``nox -s "bench(collectives)"``.
 
 Every figure is a ratio of two things measured in turn in the same processes; absolute times are printed only
 to show the scale. Wall time on a shared machine is noisy, so each case takes the median of interleaved
