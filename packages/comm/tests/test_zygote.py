@@ -175,7 +175,7 @@ def test_a_process_with_threads_starts_a_fresh_interpreter() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        with pytest.raises(ZygoteError, match="2 threads"):
+        with pytest.raises(ZygoteError, match=r"this process has \d+ threads"):
             Zygote.start(("json",), fresh=False)
         with Zygote.start(("json",)) as fresh, spawn(fresh, end_as_told, ("seven",)) as group:
             assert group.wait(30)
