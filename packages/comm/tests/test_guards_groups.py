@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardweave import comm
-from shardweave.comm import Axis, CommOptions, Mesh
+from shardweave.comm import CommOptions, Mesh
 
 NAMES = ("pp", "dp", "cp", "tp", "data", "model", "world", "replica", "shard")
 
