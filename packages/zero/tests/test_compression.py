@@ -6,6 +6,7 @@ moved every parameter by the sum of all gradients, less what the residuals say i
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,9 @@ def test_another_number_of_workers_owes_the_same(tmp_path: Path, op: str) -> Non
                 for name, now in summed(optimizer, mesh, op).items():
                     torch.testing.assert_close(now, before[name], rtol=1e-12, atol=1e-13)
         plain = optimizer_of(meshes[0], parameters(), None, 1.0, op)
-        load_checkpoint(tmp_path / str(number), plain, world=meshes[0].world)  # has no use for them
+        told = meshes[0].world.is_first
+        with pytest.warns(UserWarning, match="does not compress") if told else nullcontext():
+            load_checkpoint(tmp_path / str(number), plain, world=meshes[0].world)  # has no use for them
     for mesh in meshes:
         mesh.close()
 
@@ -274,6 +277,69 @@ def test_partial_sums_have_residuals_of_their_own(tmp_path: Path) -> None:
         optimizer = optimizer_of(mesh, {"w": weight}, OneBit(block=64), 1.0, "mean")
         load_checkpoint(tmp_path / "saved", optimizer, world=mesh.world)
         torch.testing.assert_close(total_owed(optimizer, mesh), left, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_run_goes_on_under_every_other_kind(tmp_path: Path) -> None:
+    """What was owed is, whatever is kept besides; a kind that learns units learns them first."""
+    mesh = Mesh(dp=2, options=CommOptions(background=True))
+    kinds = (*KINDS, TopK(density=0.2, momentum=0.9), OneBit(block=32, warmup=3))
+    for number, kind in enumerate(kinds):
+        ours = parameters()
+        optimizer = optimizer_of(mesh, ours, kind, 0.002, "mean")
+        some_steps(optimizer, ours, mesh, range(4))
+        save_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
+        before = owed(optimizer, mesh)
+        for other in kinds:
+            again = optimizer_of(mesh, parameters(), other, 1.0, "mean")
+            load_checkpoint(tmp_path / str(number), again, world=mesh.world)
+            begins = other.warmup > 0 and kind.warmup == 0 and not isinstance(other, TopK | PowerSGD)
+            assert again.compressed_steps == (0 if begins else 4), (kind, other)
+            if isinstance(other, PowerSGD):
+                continue  # keeps matrices only
+            for name, now in owed(again, mesh).items():
+                torch.testing.assert_close(now, before[name], rtol=1e-12, atol=1e-13)
+    mesh.close()
+
+
+@pytest.mark.ranks(2)
+def test_residuals_are_loaded_in_the_loss_scale_of_the_run(tmp_path: Path) -> None:
+    mesh = Mesh(dp=2, options=CommOptions(background=True))
+
+    def optimizer(scale: LossScale | None) -> tuple[ZeroOptimizer, nn.Parameter]:
+        weight = nn.Parameter(torch.zeros(64))
+        made = ZeroOptimizer(
+            [("w", weight)], torch.optim.SGD, data=mesh.data, lr=1.0, compression=TopK(density=0.25),
+            loss_scale=scale,
+        )  # fmt: skip
+        return made, weight
+
+    scaled, weight = optimizer(LossScale(initial=8.0))
+    scaled.scale((weight * torch.arange(1.0, 65.0)).sum()).backward()
+    scaled.step()
+    save_checkpoint(tmp_path / "scaled", scaled, world=mesh.world)
+    plain, _ = optimizer(None)
+    load_checkpoint(tmp_path / "scaled", plain, world=mesh.world)
+    [[kept]] = [list(reduction.residuals()) for reduction in compressed_reductions(plain._units)]
+    torch.testing.assert_close(kept.values[:48], torch.arange(1.0, 49.0))  # the smallest were not sent
+    mesh.close()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_owed_to_a_parameter_arrives_in_steps_that_do_not_use_it() -> None:
+    mesh = Mesh(dp=2, options=CommOptions(background=True))
+    used, other = (nn.Parameter(torch.zeros(8, dtype=torch.float64)) for _ in range(2))
+    optimizer = ZeroOptimizer(
+        [("used", used), ("other", other)], torch.optim.SGD, data=mesh.data, lr=1.0,
+        compression=TopK(density=0.25),
+    )  # fmt: skip
+    (other * torch.arange(1.0, 9.0)).sum().backward()
+    optimizer.step()
+    for _ in range(6):
+        (used * 1e-3).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(other.detach(), -torch.arange(1.0, 9.0, dtype=torch.float64))
+    mesh.close()
 
 
 def total_owed(optimizer: ZeroOptimizer, mesh: Mesh) -> Tensor:

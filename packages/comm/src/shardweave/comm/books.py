@@ -57,12 +57,12 @@ class Booking:
         self, axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]
     ) -> None:
         self.ledger = axis.ledger
-        self._key = LedgerKey(axis.name, kind, axis.link, str(tensor.dtype).removeprefix("torch."))
+        self.key = LedgerKey(axis.name, kind, axis.link, str(tensor.dtype).removeprefix("torch."))
         self._elements, self._size = elements, elements * tensor.element_size()
         self._sent = sent
 
     def enter(self, seconds: float, exposed: float) -> None:
-        key, sent = self._key, self._sent()
+        key, sent = self.key, self._sent()
         far = key.link == "network"
         here = sent.network if far else sent.node
         self.ledger.add(key, 1, self._elements, self._size, here, max(seconds, exposed), exposed)
@@ -86,7 +86,11 @@ class HostEntry:
 
 
 class DeviceEntry:
-    """By events on the stream that computes, entered when somebody reads the ledger. ``event`` makes one."""
+    """By events on the stream that computes. ``event`` makes one.
+
+    What was sent is entered at once; the times when somebody reads the ledger. What waits until then holds events and
+    no tensor.
+    """
 
     def __init__(self, booking: Booking, event: Callable[[], Event]) -> None:
         self._booking, self._event = booking, event
@@ -98,12 +102,14 @@ class DeviceEntry:
 
     def waited(self, seconds: float) -> None:
         launched, before, after = self._launched, self._before, self._now()
+        ledger, key = self._booking.ledger, self._booking.key
+        self._booking.enter(0.0, 0.0)
 
         def enter() -> None:
             after.synchronize()
-            self._booking.enter(launched.elapsed_time(after) / 1e3, before.elapsed_time(after) / 1e3)
+            ledger.add(key, 0, 0, 0, 0, launched.elapsed_time(after) / 1e3, before.elapsed_time(after) / 1e3)
 
-        self._booking.ledger.defer(enter)
+        ledger.defer(enter)
 
     def _now(self) -> Event:
         event = self._event()
@@ -116,4 +122,5 @@ def entry_of(axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callabl
     booking = Booking(axis, kind, tensor, elements, sent)
     if tensor.device.type == "cpu":
         return HostEntry(booking)
-    return DeviceEntry(booking, lambda: torch.Event(tensor.device, enable_timing=True))
+    device = tensor.device
+    return DeviceEntry(booking, lambda: torch.Event(device, enable_timing=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 from .costs import Fabric, predict
 
@@ -27,7 +27,7 @@ def chooser(hierarchy: str, fabric: Fabric, *, native: bool) -> Callable[[str, i
     if hierarchy != "auto":
         return lambda kind, size: hierarchy == "two-level"
 
-    @cache  # a training step asks for the same few sizes again and again
+    @lru_cache(maxsize=4096)  # a training step asks for the same few sizes again and again
     def chosen(kind: str, size: int) -> bool:
         if native:
             return _best(kind, size, fabric, two_level=True) < _best(kind, size, fabric, two_level=False)

@@ -45,7 +45,7 @@ class LedgerKey:
     """Link class that bytes went over: ``node`` (inside a node) or ``network`` (between nodes). See [Note: Two links,
     one call]."""
     dtype: str = ""
-    """What was sent, as torch calls it: ``float32``, ``bfloat16``, ``uint8`` for packed codes."""
+    """Of the tensor that was communicated, as torch calls it: ``float32``, ``bfloat16``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,11 @@ class Ledger:
             if axis in (None, key.axis) and kind in (None, key.kind) and link in (None, key.link):
                 total = total + traffic
         return total
+
+    def sent(self, link: str) -> int:
+        """Bytes sent over links of one class; nobody waits for times that a device has not told yet."""
+        with self._lock:
+            return sum(sums.sent for key, sums in self._entries.items() if key.link == link)
 
     def by_axis(self) -> dict[str, Traffic]:
         """The totals of each axis that communicated."""

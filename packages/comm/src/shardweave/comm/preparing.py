@@ -1,7 +1,7 @@
 """Which axes get a background, and the groups and streams that it takes.
 
-Decided here is what depends on what all ranks see alike: the fibres of an axis over the whole world, their nodes, and the
-options, never this rank's position. So all ranks build the same groups in the same order.
+Decided here is what depends on what all ranks see alike: the fibres of an axis over the whole world, their nodes, and
+the options, never this rank's position. So all ranks build the same groups in the same order.
 """
 
 from __future__ import annotations

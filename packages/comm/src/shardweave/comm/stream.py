@@ -65,10 +65,13 @@ class TimedWork:
         self.seconds = 0.0
         """From its begin to its end; not counting what it waited for its turn."""
 
-    def run(self) -> None:
+    def run(self, failed: BaseException | None = None) -> BaseException | None:
+        """Does the work, unless work before it has ``failed``; returns the error, if there is one by now."""
         begun = time.perf_counter()
         work, self._work = self._work, None
         try:
+            if failed is not None:
+                raise RuntimeError(f"not begun: communication before it had failed: {failed}")
             if work is not None:
                 with torch.no_grad():  # a thread begins with gradients on
                     work()
@@ -78,6 +81,7 @@ class TimedWork:
             del work  # the tensors it holds are the waiting thread's to drop
             self.seconds = time.perf_counter() - begun
             self._done.set()
+        return failed or self._error
 
     def wait(self) -> bool:
         self._done.wait()
@@ -111,19 +115,23 @@ class ThreadStream:
             thread.join()
 
     def _run(self) -> None:
+        failed = None  # peers are still in what failed here: anything begun now would meet that
         while (work := self._queue.get()) is not None:
-            work.run()
+            failed = work.run(failed)
             del work  # not kept alive until the next one comes
 
 
 class _DeviceWork:
     """Work on a device stream, up to an event."""
 
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, work: Callable[[], None]) -> None:
         self._event = event
+        self._work: Callable[[], None] | None = work
+        """Holds the tensors that the stream has yet to read; the allocator of another stream knows nothing of it."""
 
     def wait(self) -> bool:
         self._event.wait(torch.accelerator.current_stream())
+        self._work = None  # what the current stream does from here on comes after
         return True
 
     def is_completed(self) -> bool:
@@ -141,7 +149,7 @@ class DeviceStream:
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream, torch.no_grad():
             work()
-            return _DeviceWork(self._stream.record_event())
+            return _DeviceWork(self._stream.record_event(), work)
 
     def close(self) -> None:
         self._stream.synchronize()

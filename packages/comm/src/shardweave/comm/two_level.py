@@ -51,7 +51,7 @@ _PIECE = 8 << 20
 """Bytes of the pieces in which an all-reduce goes: each rank of a node sends its share of one across."""
 
 _BETWEEN = 2
-"""Pieces on the network at once: the next is there when one has arrived."""
+"""Pieces that may still be on the network when another has been launched."""
 
 
 def background_for(axis: Axis, kind: str, size: int) -> Background | None:
@@ -137,7 +137,11 @@ def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) 
     def work() -> Sent:
         blocks = whole.chunk(across.size)
         lengths = [out.shape[0]] * local.size
-        sums = whole.new_empty((across.size, *out.shape))
+        # 16-bit integers and float16 may not hold a node's sum where ``out`` holds the whole one.
+        holds = whole.dtype in (torch.bfloat16, torch.float32, torch.float64)
+        sums = torch.empty(
+            (across.size, *out.shape), dtype=whole.dtype if holds else out.dtype, device=whole.device
+        )
         received = torch.empty_like(sums)
 
         def add_up(node: int, into: Tensor) -> algorithms.Steps:

@@ -129,7 +129,7 @@ def _saved(file: Path, present: Topology) -> str | None:
 
 def _in_two_levels(mesh: Mesh) -> bool:
     """Whether some axis can go in two levels by node."""
-    axes = (mesh.axis(name) for name in ("tp", "cp", "dp", "data", "shard", "replica"))
+    axes = (mesh.axis(name) for name in ("tp", "cp", "data", "shard"))
     levels = [axis.background.levels for axis in axes if axis.background is not None]
     return any(level is not None and level.chosen("all_reduce", 1) for level in levels)
 

@@ -148,7 +148,7 @@ def _held(
             tensor_rank=rank,
             sequence_parallel=config.parallel.sequence and layout.tensor > 1,
             data=layout.data // num_replicas(config),
-            zero_stage=config.zero.stage,
+            zero_stage=1 if _keeps_gradients_whole(config) else config.zero.stage,
         ),
         dtype=DTYPES[config.precision],
         micro_batch=config.batch.micro,
@@ -157,6 +157,12 @@ def _held(
     elements = count_parameters(shape, part=part, tensor=layout.tensor, rank=rank)
     # What compression keeps is a state of the optimizer's, saved with it.
     return replace(use, optimizer=use.optimizer + residual_bytes(config, layout, elements))
+
+
+def _keeps_gradients_whole(config: Config) -> bool:
+    """Whether gradients stay whole until the step although stage 2 could shard them before."""
+    told = config.zero.shard_between_micro_batches is False
+    return config.zero.stage == 2 and (told or config.comm.compression != "none")
 
 
 def _shape(shape: TransformerConfig) -> str:

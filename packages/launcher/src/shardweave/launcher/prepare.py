@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardweave.launcher.assembly import DTYPES
-from shardweave.launcher.communication import idle_over
+from shardweave.launcher.communication import idle_over, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
@@ -122,10 +122,11 @@ def _check_memory(overview: Overview) -> None:
 
 
 def _check_room(overview: Overview) -> None:
-    """One checkpoint: values and Adam's two moments in the masters' type."""
+    """One checkpoint: values and Adam's two moments in the masters' type, and every worker's residuals."""
     config = overview.config
     wide = torch.promote_types(DTYPES[config.precision], torch.float32).itemsize
-    needed = 3 * wide * overview.parameters
+    residuals = residual_bytes(config, overview.layout, overview.parameters) // 2  # not what undoes a step
+    needed = 3 * wide * overview.parameters + residuals * overview.layout.data
     place = _existing(RunDirectory.of(config).path)
     usage = shutil.disk_usage(place)
     free = usage.free

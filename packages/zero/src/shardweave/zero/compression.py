@@ -9,13 +9,13 @@ a residual of it, so a parameter has as many as the product of both::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from shardweave.comm import Axis, CompressedReduction, Compression, Residual
+from shardweave.comm import Axis, CompressedReduction, Compression
 
 from .unit import Unit
 
@@ -82,9 +82,7 @@ def end_step(units: Iterable[Unit], *, skipped: bool, rescaled: float) -> None:
             reduction.rescale(rescaled)
 
 
-def compression_counters(
-    options: Compression | None, data: Axis, units: Sequence[Unit]
-) -> dict[str, str | int]:
+def compression_counters(options: Compression | None, data: Axis, steps: int) -> dict[str, str | int]:
     """The kind of compression, over how many workers, and the steps that it counted; the same on all ranks.
 
     Empty where nothing is compressed.
@@ -93,7 +91,6 @@ def compression_counters(
         return {}
     levels = data.background.levels if data.background is not None else None
     workers = data.size if levels is None else levels.across.size
-    steps = max((reduction.steps for reduction in compressed_reductions(units)), default=0)
     return {"kind": type(options).__name__, "workers": workers, "steps": steps}
 
 
@@ -107,15 +104,20 @@ def local_residuals(units: Iterable[Unit]) -> dict[str, Any]:
     return saved
 
 
-def load_local_residuals(units: Iterable[Unit], saved: Mapping[str, Any]) -> None:
-    """Goes on from :func:`local_residuals` of this rank; from nothing where there is none."""
+def load_local_residuals(units: Iterable[Unit], saved: Mapping[str, Any]) -> int:
+    """Goes on from :func:`local_residuals` of this rank, from nothing where there is none; the steps it counted.
+
+    Buckets may be others: what lies elsewhere now is handled as by ``CompressedReduction.load_state_dict``.
+    """
     pieces = []
     for key, values in saved.items():
         head, _, rest = key.partition("/")
         if head == _LOCAL and rest != "steps":
             kind, _, place = rest.partition("/")
             name, _, begin = place.rpartition("/")
-            pieces.append(Residual(kind, None, name, int(begin), values))
+            pieces.append((kind, name, int(begin), values))
+    steps = int(saved.get(f"{_LOCAL}/steps", 0))
     for reduction in compressed_reductions(units):
-        reduction.load(pieces)
-        reduction.steps = int(saved.get(f"{_LOCAL}/steps", 0))
+        worker, workers = reduction.axis.rank, reduction.axis.size
+        reduction.load_state_dict({"steps": steps, "worker": worker, "workers": workers, "pieces": pieces})
+    return steps

@@ -130,6 +130,8 @@ def _first_broken(units: Sequence[Unit], rank: int) -> str:
             if part is not None and not bool(torch.isfinite(part).all()):
                 element = piece.begin + int(torch.nonzero(~torch.isfinite(part))[0])
                 value = part[element - piece.begin].item()
+                if unit.compressed is not None:
+                    return f"a gradient among {unit.names[0]} to {unit.names[-1]}, compressed together, is not finite"
                 return f"the gradient of {unit.names[piece.slot]} is {value} at element {element} (on rank {rank})"
     return ""
 

@@ -149,6 +149,8 @@ class ZeroOptimizer(Optimizer):
         self._consumed = tuple(set() for _ in self._units)
         self._built = True
         self._scaler = Scaler(loss_scale)
+        self.compressed_steps = 0
+        """Steps that compression has counted, of which the first are plain; the same on all ranks."""
         self.skipped = 0
         """Steps that were skipped because a gradient was not finite."""
         self.step_skipped = False
@@ -202,6 +204,7 @@ class ZeroOptimizer(Optimizer):
             self._scaler.move(overflow=broken)
         finally:
             end_step(self._units, skipped=not applied, rescaled=self.loss_scale / scale)
+            self.compressed_steps += applied
             self._consume()
         return loss
 
@@ -341,7 +344,7 @@ class ZeroOptimizer(Optimizer):
             "kind": self._kind.__name__,
             "skipped": self.skipped,
             "loss_scale": self.loss_scale_state(),
-            "compression": compression_counters(self._options.compression, self._data, self._units),
+            "compression": compression_counters(self._options.compression, self._data, self.compressed_steps),
         }
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
@@ -387,7 +390,7 @@ class ZeroOptimizer(Optimizer):
             self._publish()
         self.skipped = int(saved.get("skipped", 0))
         self._scaler.restore(scale)
-        load_local_residuals(self._units, saved)
+        self.compressed_steps = load_local_residuals(self._units, saved)
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`local_state` in the shape of ``torch.optim.Optimizer.state_dict``: this rank's pieces."""
@@ -530,4 +533,6 @@ class ZeroOptimizer(Optimizer):
             "model_size": self._model.size,
             "model_rank": self._model.rank,
             "optimizer": self._kind.__name__,
+            "shard_size": self._shard.size,
+            "workers": compression_counters(self._options.compression, self._data, 0).get("workers", 0),
         }

@@ -36,10 +36,13 @@ class GradientBuckets:
 
     ``parameters``: of one module, alike and in one order on all ranks of ``axis``, or ``(name, parameter)`` pairs;
     frozen ones are left alone. Their values are not touched: that ranks start equal is the caller's (``broadcast``).
-    ``bucket_mb``: MiB of a bucket; ``None``: an eighth of the gradients, between 1 and 25. ``op``: ``mean``, as DDP has
-    it, or ``sum``. ``compression``: sends the gradients so, between nodes only where the axis spans some; see
+    ``bucket_mb``: MiB of a bucket; ``None``: a sixteenth of the gradients, between 1 and 25. ``op``: ``mean``, as DDP
+    has it, or ``sum``. ``compression``: sends the gradients so, between nodes only where the axis spans some; see
     :class:`~shardweave.comm.Compression`. ``overlap=False``: everything travels at the end of the backward pass, to
     compare with.
+
+    A rank whose backward pass reaches none of the parameters does not know that there was one: it launches its
+    buckets in :meth:`finish`, and until then may not take part in other collectives of the axis.
 
     A parameter that got no gradient on any rank has ``.grad is None`` afterwards; if it had one on some, the others
     count as zero. Gradients that arrive after a bucket was launched (a second ``backward`` outside of
@@ -70,6 +73,8 @@ class GradientBuckets:
         )
         self._order = OrderedReduction(self._buckets, alone=axis.size == 1, early=overlap)
         self._device = trained[0].device if trained else torch.device("cpu")
+        self._counted = False
+        """Whether the last finish was counted as a step, and not undone."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -84,6 +89,7 @@ class GradientBuckets:
             bucket.publish([bool(next(present)) for _ in bucket.local.parameters])
         for reduction in self._compressed:
             reduction.steps += 1  # and not settled yet: this step may still be undone
+        self._counted = True
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -100,7 +106,8 @@ class GradientBuckets:
         """The step is skipped on all ranks: what the last :meth:`finish` did to residuals is taken back."""
         for reduction in self._compressed:
             reduction.undo()
-            reduction.steps -= 1
+            reduction.steps -= self._counted
+        self._counted = False
 
     def close(self) -> None:
         """Stops listening to the parameters."""
@@ -109,13 +116,19 @@ class GradientBuckets:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter name and range, and the count of steps; empty without compression.
 
-        For the same ranks, with any bucket size.
+        For the same ranks, with any bucket size; in two levels, where a rank holds a part of each bucket, with the
+        same one.
         """
         states = [reduction.state_dict() for reduction in self._compressed]
         return {"buckets": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a :meth:`state_dict` of this rank."""
+        """Goes on from a :meth:`state_dict` of this rank.
+
+        ValueError: it has a part only of what this rank is to hold of a parameter; see :meth:`state_dict`.
+        """
+        for reduction in self._compressed:
+            _check_covered(reduction, state)
         for reduction in self._compressed:
             reduction.load_state_dict(*state.get("buckets", ()))
 
@@ -158,6 +171,7 @@ class _Bucket:
                 device=first.device,
             )
         self._reduced: Tensor | None = None
+        self._seen: set[int] = set()
         self._settles = False
         """Whether the next reduction is the first of a step."""
 
@@ -166,7 +180,12 @@ class _Bucket:
         if self.compressed is not None and self._settles:
             self.compressed.compressed.settle()
             self._settles = False
-        self.present |= {slot for slot, p in enumerate(self.local.parameters) if p.grad is not None}
+        arrived = {slot for slot, p in enumerate(self.local.parameters) if p.grad is not None}
+        self.present |= arrived
+        if self.compressed is not None and self.compressed.compressed.compresses:
+            # What was not sent before may arrive now, also for a parameter that is not used in this step.
+            self._seen |= arrived
+            self.present |= self._seen
         buffer = self.local.take()
         if self._axis.size == 1:
             return buffer, Pending.ready(buffer)
@@ -190,6 +209,18 @@ class _Bucket:
         self.present.clear()
         if reduced is not None:
             self.local.publish(reduced, present)
+
+
+def _check_covered(reduction: CompressedReduction, state: Mapping[str, Any]) -> None:
+    pieces = [piece for bucket in state.get("buckets", ()) for piece in bucket["pieces"]]
+    for kind, name, begin, size in reduction.places():
+        same = [(lo, lo + values.numel()) for of, named, lo, values in pieces if (of, named) == (kind, name)]
+        held = sum(max(0, min(hi, begin + size) - max(lo, begin)) for lo, hi in same)
+        if kind == "worker" and same and held < size:
+            raise ValueError(
+                f"this state has {held} of the {size} elements that this rank is to hold of {name}: in two levels it "
+                "moves between ranks with the buckets; build them with the bucket_mb of the state"
+            )
 
 
 def _named(

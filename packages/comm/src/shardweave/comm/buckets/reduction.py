@@ -103,4 +103,4 @@ def _background(axis: Axis) -> Background | None:
 
 
 def _sent(ledger: Ledger) -> Sent:
-    return Sent(ledger.total(link="node").sent, ledger.total(link="network").sent)
+    return Sent(ledger.sent("node"), ledger.sent("network"))

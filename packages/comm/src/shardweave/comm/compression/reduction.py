@@ -98,6 +98,11 @@ class CompressedReduction:
             self._scheme.reduce(data, step=self.steps - self.options.warmup, factor=factor)
         return buffer
 
+    @property
+    def compresses(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.axis.size > 1 and self.steps >= self.options.warmup
+
     def step(self) -> None:
         """Counts a step: call it once when the step's gradients were applied, on all workers alike."""
         self.steps += 1

@@ -82,6 +82,11 @@ def load_checkpoint(
     missing, unexpected = _agree(request, manifest, world, path, strict)
     _read(path, request.found, manifest, world, patience)
     residuals = ResidualLoader(optimizer, manifest)
+    if world.is_first and residuals.forgotten:
+        warnings.warn(
+            f"{path} holds what compressed gradients had not sent yet, and this run does not compress: it is left out",
+            stacklevel=2,
+        )
     for arriving in residuals.rounds():
         _read(path, arriving, manifest, world, patience)
     request.finish(optimizer)

@@ -82,6 +82,11 @@ class ResidualLoader:
         self._wanted = list(_all_wanted(optimizer))
         self._sums: dict[int, Residual] = {}
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether something is owed there and nobody is here to pay it."""
+        return bool(self._counts) and not self._optimizer.counters()["compression"]
+
     def rounds(self) -> Iterator[dict[str, Placed]]:
         """What to read in each round, and where to; asking for the next one says that it was read."""
         for number in range(max(self._counts.values(), default=0)):
@@ -113,14 +118,23 @@ class ResidualLoader:
                     self._sums[place] = piece
 
     def finish(self) -> None:
-        """After the last round: hands everything to the reductions; what was not there starts at zero."""
+        """After the last round: hands everything to the reductions; what was not there starts at zero.
+
+        After the optimizer's counters: what is kept is multiplied by the loss scale, and follows it.
+        """
+        has_units = any(kind == "unit" for kind, _ in self._counts)
+        needs_units = any(wanted.kind == "unit" for wanted in self._wanted)
+        steps = self._steps if has_units or not needs_units else 0  # another kind's warm-up taught no units
+        self._optimizer.compressed_steps = steps
+        saved_scale = float((self._manifest.optimizer.get("loss_scale") or {}).get("scale", 1.0))
         for unit in self._optimizer.residuals():
             unit.reduction.load(
                 piece
                 for place, piece in self._sums.items()
                 if self._wanted[place].unit.reduction is unit.reduction
             )
-            unit.reduction.steps = self._steps
+            unit.reduction.rescale(self._optimizer.loss_scale / saved_scale)
+            unit.reduction.steps = steps
 
     def _share(self, wanted: _Wanted, number: int) -> float:
         """How much of what has this number this rank starts with. See [Note: Another number of contributors]."""
@@ -128,6 +142,8 @@ class ResidualLoader:
         workers, is_sum = unit.reduction.axis.size, self._optimizer.reduction == "sum"
         if wanted.kind == "factor":
             return float(number == self._optimizer.model.rank)
+        if not before:
+            return 0.0
         if wanted.kind == "unit":
             return float(number == unit.place) if before == unit.places else 1 / before
         if wanted.kind == "owner":
