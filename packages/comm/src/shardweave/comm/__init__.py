@@ -200,8 +200,8 @@ __all__ = [
     "start_all_to_all",
     "start_broadcast",
     "start_receive",
-    "start_reduce_to_shard",
     "start_reduce_scatter",
+    "start_reduce_to_shard",
     "start_send",
     "sum_partial_gradients",
 ]
