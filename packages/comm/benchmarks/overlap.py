@@ -46,6 +46,8 @@ class Step:
     whole: float
     """Forward, backward, and until all gradients are reduced."""
     backward: float
+    cpu: float
+    """Of the rank's process, all threads; the kernel's work for its messages included, but for interrupts."""
     exposed: float
     """In which the caller waited for communication, by the ledger; 0 for what is not in it."""
 
@@ -62,7 +64,8 @@ class Way:
         """One step without an optimizer."""
         self.module.zero_grad()
         barrier(mesh.world)
-        exposed, begin = mesh.ledger.total(axis="data").exposed, time.perf_counter()
+        exposed, cpu = mesh.ledger.total(axis="data").exposed, time.process_time()
+        begin = time.perf_counter()
         loss = self.loss(inputs, targets)
         forward = time.perf_counter()
         loss.backward()
@@ -70,7 +73,8 @@ class Way:
         if self.buckets is not None:
             self.buckets.finish()
         end = time.perf_counter()
-        return Step(end - begin, backward - forward, mesh.ledger.total(axis="data").exposed - exposed)
+        cpu, exposed = time.process_time() - cpu, mesh.ledger.total(axis="data").exposed - exposed
+        return Step(end - begin, backward - forward, cpu, exposed)
 
 
 def ways(mesh: Mesh, bucket_mb: float | None) -> dict[str, Way]:
@@ -128,6 +132,9 @@ def row(link: str, by_rank: list[dict[str, list[Step]]]) -> dict[str, Value]:
     def exposed(ranks: Iterable[Step]) -> float:
         return min(step.exposed for step in ranks)
 
+    def cpu(way: str) -> float:
+        return median(way, lambda ranks: statistics.mean(step.cpu for step in ranks))
+
     alone, without, overlapped = (median(way, slowest) for way in (ALONE, WITHOUT, WITH))
     backward = median(ALONE, lambda ranks: max(step.backward for step in ranks))
     reduction = median(WITHOUT, exposed)
@@ -139,6 +146,7 @@ def row(link: str, by_rank: list[dict[str, list[Step]]]) -> dict[str, Value]:
         "most that can hide": min(1.0, backward / reduction),
         "hidden by ledger": ledger,
         "asked": verdict(ledger, 0.6, at_least=True),
+        "its CPU share": (cpu(WITHOUT) - cpu(ALONE)) / reduction,
         "hidden by clock": (without - overlapped) / (without - alone),
         "step on / off": overlapped / without,
         "step on / alone": overlapped / alone,

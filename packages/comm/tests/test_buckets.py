@@ -249,8 +249,8 @@ def test_buckets_hold_one_dtype_and_a_bounded_size() -> None:
     assert plan_buckets([torch.zeros(0), torch.zeros(0)], 1) == ((0, 1),)
 
 
-def test_default_buckets_are_an_eighth_of_all_within_bounds() -> None:
+def test_default_buckets_are_a_sixteenth_of_all_within_bounds() -> None:
     """In MiB of float32 gradients; what is allocated on meta takes no memory."""
-    for total, bucket in ((0, 1), (4, 1), (16, 2), (400, 25)):
+    for total, bucket in ((0, 1), (16, 1), (32, 2), (800, 25)):
         parameters = [torch.zeros(total, 1 << 18, device="meta")]
         assert default_bucket_bytes(parameters) == bucket << 20

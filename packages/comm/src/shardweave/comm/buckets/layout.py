@@ -51,13 +51,13 @@ def flat_layout(shapes: Sequence[Sequence[int]]) -> FlatLayout:
 
 
 def default_bucket_bytes(parameters: Sequence[Tensor]) -> int:
-    """An eighth of all gradients, but no less than 1 MiB and no more than 25.
+    """A sixteenth of all gradients, but no less than 1 MiB and no more than 25.
 
     Large buckets cost fewer round trips. But a bucket travels when it is full, and behind the one that fills last no
-    backward pass is left to hide it; so it should be a small part of all.
+    backward pass is left to hide it; so it should be a small part of all. (``packages/comm/benchmarks/overlap.py``)
     """
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return min(max(total // 8, 1 << 20), 25 << 20)
+    return min(max(total // 16, 1 << 20), 25 << 20)
 
 
 def plan_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
