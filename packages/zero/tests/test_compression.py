@@ -106,8 +106,9 @@ def check(mesh: Mesh, stage: int, compression: Compression, *, micros: int = 1) 
 def test_what_was_applied_and_what_is_owed_is_what_went_in(stage: int) -> None:
     for replicas, nodes in ((1, 1), (1, 2), (2, 2), (4, 1)):
         mesh = mesh_of(replicas, nodes)
-        for compression in KINDS:
-            check(mesh, stage, compression)
+        for number, compression in enumerate(KINDS):
+            if stage == 1 or number % 2 == stage // 2:  # half of them at stage 0, the others at stage 2
+                check(mesh, stage, compression)
         check(mesh, stage, KINDS[0], micros=3)
         mesh.close()
 
