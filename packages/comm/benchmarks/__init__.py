@@ -4,6 +4,7 @@
 two_level      collectives in two levels against torch's own, over a shaped link between two hosts
 wire_bytes     bytes that compressed reductions put on the link, by the kernel's counters
 overlap        how much of the gradients' reduction is hidden behind the backward pass
+codec_cost     what compressing takes, and below which rate of the link it pays
 training       steps per second and validation loss of compressed data-parallel training on a slow link
 ledger_cost    what counting every byte takes
 =============  ==================================================================================================
