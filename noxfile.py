@@ -218,10 +218,8 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("part", ["collectives", "comm"], ids=["collectives", "comm"])
 def bench(session: nox.Session, part: str) -> None:
-    """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one.
-
-    `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options.
-    """
+    """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
+    # `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options.
     install(session, PACKAGES)
     if part == "collectives":
         session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)
