@@ -29,9 +29,10 @@ class Run:
     """How something is trained."""
 
     optimizer: str
-    """``sgd``, with momentum 0.9, or ``adam``."""
+    """``sgd``, with ``momentum``, or ``adam``."""
     steps: int
     compression: Compression | None = None
+    momentum: float = 0.9
 
     @property
     def corrects_momentum(self) -> bool:
@@ -87,7 +88,7 @@ def describe() -> str:
 def _optimizer(run: Run, model: Transformer) -> torch.optim.Optimizer:
     if run.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
-    return torch.optim.SGD(model.parameters(), momentum=0.0 if run.corrects_momentum else 0.9)
+    return torch.optim.SGD(model.parameters(), momentum=0.0 if run.corrects_momentum else run.momentum)
 
 
 def _schedule(step: int, steps: int) -> float:

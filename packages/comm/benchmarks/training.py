@@ -36,9 +36,8 @@ ALONE, PLAIN = "no communication", "plain"
 ROUNDS, REPEAT = 3, 4
 
 
-def kinds(optimizer: str, warmup: int) -> dict[str, Compression | None]:
-    """What is compared."""
-    momentum = 0.9 if optimizer == "sgd" else None
+def kinds(momentum: float | None, warmup: int) -> dict[str, Compression | None]:
+    """What is compared. ``momentum``: of SGD."""
     return {
         PLAIN: None,
         "1-bit": OneBit(warmup=warmup),
@@ -123,7 +122,8 @@ def loss_row(name: str, outcome: Outcome, plain: Outcome, *, whole: bool) -> dic
 def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__)
-    parser.add_argument("--optimizer", choices=sorted(RATES), default="sgd", help="sgd has momentum 0.9")
+    parser.add_argument("--optimizer", choices=sorted(RATES), default="sgd", help="default sgd")
+    parser.add_argument("--momentum", type=float, default=0.9, help="of sgd (default 0.9)")
     parser.add_argument("--steps", type=int, default=800, help="of the full runs (default 800)")
     parser.add_argument("--warmup", type=float, default=0.15, help="the part that is plain (default 0.15)")
     parser.add_argument("--rate", default="5mbit", help="what each host can send (default 5mbit)")
@@ -132,8 +132,12 @@ def main() -> None:
     options = parser.parse_args()
     require_hosts()
     ranks = HOSTS * options.per_host
-    compressions = kinds(options.optimizer, round(options.warmup * options.steps))
-    runs = {name: Run(options.optimizer, options.steps, kind) for name, kind in compressions.items()}
+    momentum = options.momentum if options.optimizer == "sgd" else None
+    compressions = kinds(momentum, round(options.warmup * options.steps))
+    runs = {
+        name: Run(options.optimizer, options.steps, kind, momentum=options.momentum)
+        for name, kind in compressions.items()
+    }
     at_once = {
         name: run if run.compression is None else replace(run, compression=replace(run.compression, warmup=1))
         for name, run in runs.items()
