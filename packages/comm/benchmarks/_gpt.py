@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from shardweave.comm import Axis, Compression, GradientBuckets, TopK
 from shardweave.launcher.config import Config
@@ -21,7 +22,7 @@ SHAPE = TransformerConfig(layers=2, hidden=64, heads=4, vocab=256, sequence=64, 
 SAMPLES = 8
 """A rank and step."""
 RATES = {"sgd": 0.05, "adam": 0.002}
-"""Learning rates; those at which plain training is at its best, of 0.02, 0.05, 0.1 and 0.001, 0.002, 0.004."""
+"""Learning rates: half of those that suit plain training best."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,20 @@ class Run:
     steps: int
     compression: Compression | None = None
     momentum: float = 0.9
+    momentum_first: bool = False
+    """Whether SGD's momentum is taken on each worker, before its gradients are compressed."""
+    rate: float | None = None
+    """The learning rate; None: of :data:`RATES`."""
 
     @property
     def corrects_momentum(self) -> bool:
-        """Whether the compression keeps the momentum, and the optimizer has none."""
+        """Whether the compression keeps the momentum, and nobody else has one."""
         return isinstance(self.compression, TopK) and self.compression.momentum is not None
+
+    @property
+    def keeps_velocities(self) -> bool:
+        """Whether hooks do, and the optimizer has no momentum."""
+        return self.optimizer == "sgd" and self.momentum_first and not self.corrects_momentum
 
 
 class Loop:
@@ -48,9 +58,13 @@ class Loop:
 
     def __init__(self, run: Run, data: Axis, axis: Axis) -> None:
         self._run, self._data = run, data
+        self._rate = RATES[run.optimizer] if run.rate is None else run.rate
         self.model = Transformer(SHAPE)
         self._corpus = Dataset.cut(open_corpus(Config()), Config(), SHAPE.sequence)
         self._order = SampleOrder(self._corpus.num_train, 0)
+        if run.keeps_velocities:
+            for parameter in self.model.parameters():
+                _take_momentum(parameter, run.momentum)
         self._buckets = GradientBuckets(self.model.named_parameters(), axis, compression=run.compression)
         self._optimizer = _optimizer(run, self.model)
         self._number = 0
@@ -58,9 +72,7 @@ class Loop:
     def step(self) -> None:
         """The next step; the schedule goes round after the last one."""
         for group in self._optimizer.param_groups:
-            group["lr"] = RATES[self._run.optimizer] * _schedule(
-                self._number % self._run.steps, self._run.steps
-            )
+            group["lr"] = self._rate * _schedule(self._number % self._run.steps, self._run.steps)
         together = SAMPLES * self._data.size
         samples = self._order.samples(self._number * together, together).reshape(self._data.size, SAMPLES)
         batch = self._corpus.micro_batch(samples[self._data.rank])
@@ -88,7 +100,22 @@ def describe() -> str:
 def _optimizer(run: Run, model: Transformer) -> torch.optim.Optimizer:
     if run.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
-    return torch.optim.SGD(model.parameters(), momentum=0.0 if run.corrects_momentum else run.momentum)
+    elsewhere = run.corrects_momentum or run.keeps_velocities
+    return torch.optim.SGD(model.parameters(), momentum=0.0 if elsewhere else run.momentum)
+
+
+def _take_momentum(parameter: nn.Parameter, momentum: float) -> None:
+    """Makes velocities of its gradients on this worker, u <- m u + g: what is reduced, and compressed, is then u.
+
+    Uncompressed it is SGD with momentum all the same. Error feedback holds back some of what is compressed, e, and a
+    momentum behind it moves parameters by up to e / (1 - m); before it, by e.
+    """
+    velocity = torch.zeros_like(parameter)
+
+    def take(gradient: Tensor) -> Tensor:
+        return velocity.mul_(momentum).add_(gradient).clone()
+
+    parameter.register_hook(take)
 
 
 def _schedule(step: int, steps: int) -> float:

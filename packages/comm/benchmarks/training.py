@@ -7,8 +7,9 @@ link: a full run of each over an open link gives the loss on held-out text; over
 turn, give the time of a plain and of a compressed step, and both together the time of a whole run. With ``--whole`` the
 full runs go over the slow link as well, and the clock tells.
 
-    python -m packages.comm.benchmarks.training [--optimizer sgd] [--steps 800] [--warmup 0.15] [--rate 5mbit]
-                                                [--per-host 1] [--whole] [--json FILE]
+    python -m packages.comm.benchmarks.training [--optimizer sgd] [--learning-rate 0.05] [--momentum-first]
+                                                [--steps 800] [--warmup 0.15] [--rate 5mbit] [--per-host 1]
+                                                [--whole] [--json FILE]
 
 Needs root (namespaces). Frames have 1500 bytes here: with larger ones the shaper would let a whole small gradient
 pass at once.
@@ -124,6 +125,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--optimizer", choices=sorted(RATES), default="sgd", help="default sgd")
     parser.add_argument("--momentum", type=float, default=0.9, help="of sgd (default 0.9)")
+    parser.add_argument(
+        "--momentum-first", action="store_true", help="sgd's momentum on each worker, before compression"
+    )
+    parser.add_argument("--learning-rate", type=float, help=f"default {RATES}")
     parser.add_argument("--steps", type=int, default=800, help="of the full runs (default 800)")
     parser.add_argument("--warmup", type=float, default=0.15, help="the part that is plain (default 0.15)")
     parser.add_argument("--rate", default="5mbit", help="what each host can send (default 5mbit)")
@@ -135,7 +140,14 @@ def main() -> None:
     momentum = options.momentum if options.optimizer == "sgd" else None
     compressions = kinds(momentum, round(options.warmup * options.steps))
     runs = {
-        name: Run(options.optimizer, options.steps, kind, momentum=options.momentum)
+        name: Run(
+            options.optimizer,
+            options.steps,
+            kind,
+            momentum=options.momentum,
+            momentum_first=options.momentum_first,
+            rate=options.learning_rate,
+        )
         for name, kind in compressions.items()
     }
     at_once = {
@@ -149,8 +161,10 @@ def main() -> None:
             hosts.set_rate(None)
         for name, run in runs.items():
             outcomes[name] = run_ranks(train, ranks, run, hosts=hosts, timeout=1200)[0]
+    momenta = ", momentum first" if options.momentum_first else ""
+    learning = RATES[options.optimizer] if options.learning_rate is None else options.learning_rate
     title = (
-        f"{HOSTS} hosts x {options.per_host} ranks, {options.rate}, {describe()}, {options.optimizer}, "
+        f"{HOSTS} hosts x {options.per_host} ranks, {options.rate}, {describe()}, {options.optimizer} at {learning}{momenta}, "
         f"{options.warmup:.0%} of {options.steps} steps plain"
     )
     rate = bits_per_second(options.rate)
