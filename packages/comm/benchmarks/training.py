@@ -164,8 +164,8 @@ def main() -> None:
     momenta = ", momentum first" if options.momentum_first else ""
     learning = RATES[options.optimizer] if options.learning_rate is None else options.learning_rate
     title = (
-        f"{HOSTS} hosts x {options.per_host} ranks, {options.rate}, {describe()}, {options.optimizer} at {learning}{momenta}, "
-        f"{options.warmup:.0%} of {options.steps} steps plain"
+        f"{HOSTS} hosts x {options.per_host} ranks, {options.rate}, {describe()}, {options.optimizer} at "
+        f"{learning}{momenta}, {options.warmup:.0%} of {options.steps} steps plain"
     )
     rate = bits_per_second(options.rate)
     share = 1 - found[ALONE].seconds / found[PLAIN].seconds
