@@ -46,10 +46,6 @@ class Background:
     levels: Levels | None = None
     """``None`` where the axis lies in one node, has one rank in each, or unequally many."""
 
-    def close(self) -> None:
-        """Ends the stream; the groups are the mesh's."""
-        self.stream.close()
-
 
 def regular_levels(nodes: Sequence[int]) -> tuple[int, int] | None:
     """(nodes, ranks in each) when an axis whose positions lie on ``nodes`` can go in two levels, else ``None``.

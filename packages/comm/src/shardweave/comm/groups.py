@@ -59,9 +59,6 @@ class Groups:
             if group is not None:
                 dist.destroy_process_group(group)
 
-    def __len__(self) -> int:
-        return sum(group is not None for group in self._built.values())
-
     def _build(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         """With a timeout that holds from the group's creation on.
 

@@ -109,19 +109,15 @@ def reduce_in_two_levels(
     return sent + piece.gather().run()
 
 
-def reduce_to_local(
-    whole: Tensor, out: Tensor, levels: Levels, op: str, between: Callable[[Tensor], Sent] | None = None
-) -> Sent:
+def reduce_to_local(whole: Tensor, out: Tensor, levels: Levels, op: str) -> Sent:
     """The first two rounds: this rank's part of the sum over all ranks, the same on all ranks of ``across``; blocks.
 
     ``whole``: 1-D, in as many equal parts as there are ranks in ``local``; ``out``: this rank's, perhaps wider.
-    ``between``: as of :func:`reduce_in_two_levels`; default: a plain all-reduce. Copies of shards are kept so.
+    Copies of shards are kept so.
     """
     lengths = [out.numel()] * levels.local.size
     inside, _ = algorithms.reduce_scatter(whole, out, lengths, levels.local, op)
     sent = inside.run()
-    if between is not None:
-        return sent + between(out)
     return sent + algorithms.all_reduce(out, levels.across, op, blocking=True).run()
 
 
