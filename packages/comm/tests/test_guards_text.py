@@ -12,7 +12,7 @@ from shardweave.comm import Axis
 from shardweave.comm.guards import CollectiveMismatch, watch_limit
 from shardweave.comm.guards.board import Alarm
 from shardweave.comm.guards.call_sites import call_site, site_of
-from shardweave.comm.guards.calls import Call, ranks_text
+from shardweave.comm.guards.calls import Call
 from shardweave.comm.guards.progress import Progress
 from shardweave.comm.guards.records import LENGTH, Record, mismatch
 from shardweave.comm.guards.report import missing, news, pointer, report
@@ -53,12 +53,6 @@ def test_a_call_says_what_it_is() -> None:
     assert message.fields == {"axis": "tp", "dtype": "int64", "elements": "6"}
     assert message.place == "tp to rank 5"
     assert Call("receive", TP, torch.int64, (2, 3), peer=5).place == "tp from rank 5"
-
-
-def test_many_ranks_are_not_all_listed() -> None:
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text(range(3)) == "ranks 0, 1, 2"
-    assert ranks_text(range(64)).endswith(" 14, 15, ... (64)")
 
 
 @pytest.mark.parametrize("length", [0, 10, 5_000])

@@ -135,7 +135,7 @@ def test_a_ledger_as_people_and_programs_read_it() -> None:
         "node",
         "bfloat16",
         "2",
-        "2.0",
+        "2",
         "KiB",
         "1.5",
         "KiB",
@@ -143,6 +143,6 @@ def test_a_ledger_as_people_and_programs_read_it() -> None:
         "0.125",
         "75%",
     ]
-    assert lines[3] == ["all", "3", "2.0", "KiB", "1.5", "KiB", "0.500", "0.125", "75%"]
+    assert lines[3] == ["all", "3", "2", "KiB", "1.5", "KiB", "0.500", "0.125", "75%"]
     assert [row["axis"] for row in ledger_dict(ledger)] == ["dp", "tp"]
     assert json.loads(json.dumps(ledger_dict(ledger)))[1]["exposed"] == 0.125

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .axis import Axis
 from .ledger import LedgerKey
+from .text import dtype_name
 from .wires import Sent
 
 __all__ = ["Booking", "DeviceEntry", "Entry", "Event", "HostEntry", "entry_of"]
@@ -57,7 +58,7 @@ class Booking:
         self, axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]
     ) -> None:
         self.ledger = axis.ledger
-        self.key = LedgerKey(axis.name, kind, axis.link, str(tensor.dtype).removeprefix("torch."))
+        self.key = LedgerKey(axis.name, kind, axis.link, dtype_name(tensor.dtype))
         self._elements, self._size = elements, elements * tensor.element_size()
         self._sent = sent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .ledger import Ledger, LedgerKey, Traffic
+from .text import bytes_text
 
 __all__ = ["ledger_dict", "ledger_table"]
 
@@ -59,19 +60,9 @@ def _numbers(traffic: Traffic) -> tuple[str, ...]:
     hidden = f"{1 - traffic.exposed / traffic.seconds:.0%}" if traffic.seconds else "-"
     return (
         str(traffic.calls),
-        _size(traffic.bytes),
-        _size(traffic.sent),
+        bytes_text(traffic.bytes),
+        bytes_text(traffic.sent),
         f"{traffic.seconds:.3f}",
         f"{traffic.exposed:.3f}",
         hidden,
     )
-
-
-def _size(count: int) -> str:
-    """Bytes in binary units, four digits at most."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit takes every size")

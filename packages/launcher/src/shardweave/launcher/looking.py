@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
+from shardweave.comm.text import bytes_text
 from shardweave.launcher.describe import fail
 from shardweave.launcher.display import show_rows
 from shardweave.launcher.layout import Layout
-from shardweave.launcher.overview import bytes_text
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.resumable import RunValues, values_of
 from shardweave.zero.checkpoint import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardweave.comm.text import bytes_text
 from shardweave.launcher.assembly import DTYPES
 from shardweave.launcher.communication import num_replicas, residual_bytes
 from shardweave.launcher.config import Config
@@ -27,7 +28,7 @@ from shardweave.models import (
 )
 from shardweave.pipeline import schedule
 
-__all__ = ["Overview", "bytes_text"]
+__all__ = ["Overview"]
 
 _SHOWN = 16
 """Replicas and tensor ranks of a stage that the dry run lists."""
@@ -187,15 +188,6 @@ def _part(part: Part) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for a person: ``9.55 MiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
 
 
 def _kinds(use: MemoryUse) -> str:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..text import ranks_text
 from .call_sites import call_site
-from .calls import ranks_text
 from .progress import Ticket
 from .records import LENGTH, Record, mismatch
 

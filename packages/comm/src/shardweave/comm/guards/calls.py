@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..axis import Axis
+from ..text import dtype_name, ranks_text
 
-__all__ = ["Call", "ranks_text"]
+__all__ = ["Call"]
 
 
 class Call(NamedTuple):
@@ -38,7 +39,7 @@ class Call(NamedTuple):
     @property
     def fields(self) -> dict[str, str]:
         """What all members, or both ends of a message, have to say alike, by name, as text."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "" if self.dtype is None else dtype_name(self.dtype)
         if self.peer is not None:  # a buffer may have another shape than what is sent into it
             return {"axis": self.axis.name, "dtype": dtype, "elements": str(prod(self.shape))}
         tensor = {} if self.dtype is None else {"dtype": dtype, "shape": str(tuple(self.shape))}
@@ -56,7 +57,7 @@ class Call(NamedTuple):
         """``float32 (4, 5), operation sum``; empty for what is no communication of a tensor."""
         if self.dtype is None:
             return ""
-        words = [f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"]
+        words = [f"{dtype_name(self.dtype)} {tuple(self.shape)}"]
         words += [f"{name} {value}" for name, value in self._options().items()]
         return ", ".join(words)
 
@@ -66,10 +67,3 @@ class Call(NamedTuple):
             name.replace("_", " "): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in self.options.items()
         }
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 1``, ``ranks 0, 1, 2, 3, ... (64)``."""
-    shown = ", ".join(map(str, ranks[:16]))
-    more = f", ... ({len(ranks)})" if len(ranks) > 16 else ""
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .calls import Call, ranks_text
+from ..text import ranks_text
+from .calls import Call
 from .processes import Process
 
 __all__ = ["MARK", "Progress", "Ticket"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from .calls import ranks_text
+from ..text import ranks_text
 
 __all__ = ["LENGTH", "CollectiveMismatch", "Record", "mismatch"]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..text import ranks_text
 from .board import Alarm
-from .calls import ranks_text
 from .progress import MARK
 from .status import Status, Wait
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..text import ranks_text
 from ..zygote import RankExit, RankFault, first_fault
 
-__all__ = ["RankError", "ranks_text"]
+__all__ = ["RankError"]
 
 
 class RankError(RuntimeError):
@@ -52,11 +53,6 @@ class RankError(RuntimeError):
         """From the ranks that still ran at the timeout, with what they were doing."""
         lines = [f"{ranks_text(sorted(stacks))} of {size} still running after {timeout:g} s, now killed"]
         return cls("\n".join(lines + _stack_lines(stacks)))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 1, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _stack_lines(stacks: Mapping[int, str]) -> list[str]:
