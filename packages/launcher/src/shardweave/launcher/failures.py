@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shardweave.comm.files import write_atomically
 from shardweave.comm.zygote import RankExit, RankFault, first_fault, signal_name
 from shardweave.launcher.exit_status import MACHINE_UNFIT
-from shardweave.launcher.run_directory import RunDirectory, write_atomically
+from shardweave.launcher.run_directory import RunDirectory
 
 __all__ = ["Failure", "Outcome", "error_file", "read_fault", "write_fault"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardweave.launcher.run_directory import write_atomically
+from shardweave.comm.files import write_atomically
 
 __all__ = ["MetricsFile", "StepMetrics", "peak_flops", "read_metrics"]
 

@@ -20,21 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardweave.comm.files import write_atomically
 from shardweave.launcher.config import Config
 
-__all__ = ["RunDirectory", "write_atomically"]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file as a whole: a reader, or a crash, sees the old text or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+__all__ = ["RunDirectory"]
 
 
 @dataclass(frozen=True)

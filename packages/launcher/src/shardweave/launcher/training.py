@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardweave.comm import Mesh, gather_values
+from shardweave.comm.files import write_atomically
 from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.config import Config
 from shardweave.launcher.guards import Guards
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.metrics import MetricsFile
 from shardweave.launcher.reading import config_text
-from shardweave.launcher.run_directory import RunDirectory, write_atomically
+from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.same_data import check_same_data
 from shardweave.launcher.shape import resolved
 from shardweave.launcher.stopping import Stop, Stopping

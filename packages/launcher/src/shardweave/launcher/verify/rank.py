@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from shardweave import comm
+from shardweave.comm.files import write_atomically
 from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
 from shardweave.launcher.layout import layout_of
-from shardweave.launcher.run_directory import write_atomically
 from shardweave.launcher.verify.layout import verify_layout
 from shardweave.launcher.verify.report import Report
 
