@@ -30,11 +30,11 @@ HEADLINE = r"shardweave watchdog: rank \d+ has waited \d+ s in "
 
 
 @contextmanager
-def stderr_to(path: Path) -> Iterator[None]:
+def stderr_in(directory: Path) -> Iterator[None]:
     """What this rank writes to stderr, also from other threads, goes to a file of its own."""
     sys.stderr.flush()
     kept = os.dup(2)
-    with open(path, "w") as file:
+    with open(directory / f"stderr-{dist.get_rank()}", "w") as file:
         os.dup2(file.fileno(), 2)
     try:
         yield
@@ -77,7 +77,7 @@ def one_report(directory: Path) -> str:
 @pytest.mark.ranks(2)
 def test_a_rank_that_sleeps_is_told_with_its_stack(tmp_path: Path) -> None:
     mesh = Mesh(tp=2, options=WATCH)
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         comm.barrier(mesh.tp)
         if mesh.tp.rank:
             sleep_until_reported(tmp_path)
@@ -102,7 +102,7 @@ def test_a_rank_that_sleeps_is_told_with_its_stack(tmp_path: Path) -> None:
 @pytest.mark.ranks(2)
 def test_a_hang_before_the_first_collective_is_told_too(tmp_path: Path) -> None:
     mesh = Mesh(dp=2, options=WATCH)
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if mesh.dp.is_first:
             sleep_until_reported(tmp_path)
         comm.barrier(mesh.dp)
@@ -112,7 +112,7 @@ def test_a_hang_before_the_first_collective_is_told_too(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(3)
 def test_a_rank_that_does_not_build_its_mesh_is_told(tmp_path: Path) -> None:
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if dist.get_rank() == 2:
             sleep_until_reported(tmp_path)
         mesh = Mesh(dp=3, options=WATCH)
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_build_its_mesh_is_told(tmp_path: Path) -> None:
 def test_collectives_of_different_axes_are_told_apart(tmp_path: Path) -> None:
     """Rank 0 is in tp's all-reduce, rank 1 in dp's: both wait for ranks that come to neither."""
     mesh = Mesh(dp=2, tp=2, options=WATCH)
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         rank = mesh.world.rank
         if rank == 0:
             comm.all_reduce(torch.ones(4), mesh.tp)
@@ -149,7 +149,7 @@ def test_collectives_of_different_axes_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.ranks(4)
 def test_alarms_at_the_same_time_give_one_report(tmp_path: Path) -> None:
     mesh = Mesh(tp=4, options=WATCH)
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if mesh.tp.is_last:
             sleep_until_reported(tmp_path)
             time.sleep(1.5)  # time for a second report, if there were one
@@ -162,7 +162,7 @@ def test_alarms_at_the_same_time_give_one_report(tmp_path: Path) -> None:
 def test_a_stopped_rank_is_told_as_stopped(tmp_path: Path) -> None:
     mesh = Mesh(tp=2, options=WATCH)
     pids = comm.gather_values(os.getpid(), mesh.tp)
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if mesh.tp.rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
@@ -187,7 +187,7 @@ def test_a_stopped_rank_is_told_as_stopped(tmp_path: Path) -> None:
 def test_a_rank_that_is_stuck_outside_python_is_told_as_such(tmp_path: Path) -> None:
     """In a library that keeps Python's lock: no thread of the rank can answer, and its process runs."""
     mesh = Mesh(tp=2, options=WATCH)
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if mesh.tp.rank:
             ctypes.PyDLL(None).sleep(6)
         comm.barrier(mesh.tp)
@@ -202,7 +202,7 @@ def test_a_rank_that_is_stuck_outside_python_is_told_as_such(tmp_path: Path) -> 
 def test_messages_name_the_other_end(tmp_path: Path, sender: int) -> None:
     mesh = Mesh(pp=2, options=WATCH)
     peer = 1 - mesh.pp.rank
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         for late in (False, True):
             if mesh.pp.rank == sender:
                 comm.send(torch.ones(2**20), mesh.pp, peer)
@@ -220,7 +220,7 @@ def test_messages_name_the_other_end(tmp_path: Path, sender: int) -> None:
 def test_what_is_launched_early_and_waited_for_late_is_no_hang(tmp_path: Path) -> None:
     """Rank 1 launches late, rank 0 early, and neither waits long: nobody is told anything."""
     mesh = Mesh(dp=2, options=CommOptions(watch=0.5))
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if mesh.dp.is_first:
             pending = comm.start_all_reduce(torch.ones(4), mesh.dp)
             time.sleep(2)
@@ -237,7 +237,7 @@ def test_what_is_launched_early_and_waited_for_late_is_no_hang(tmp_path: Path) -
 def test_disagreement_on_whom_to_agree_with_is_told_in_debug_mode_too(tmp_path: Path) -> None:
     """Records are exchanged by the members of one axis: two calls on two axes never meet, and the watchdog speaks."""
     mesh = Mesh(dp=2, options=CommOptions(watch=1.0, debug=True))
-    with stderr_to(tmp_path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(tmp_path):
         if mesh.dp.is_first:
             comm.all_reduce(torch.ones(4), mesh.dp)
         else:
@@ -253,7 +253,7 @@ def ends_too_early(directory: str) -> None:
     mesh = Mesh(dp=3, options=WATCH)
     comm.barrier(mesh.dp)
     time.sleep(1.0)  # time in which all learn who is who
-    with stderr_to(path / f"stderr-{dist.get_rank()}"):
+    with stderr_in(path):
         if mesh.dp.rank == 1:
             os._exit(0)
         if mesh.dp.rank == 2:

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from packages.launcher.tests.commands import rank_pids, start_endless
 
 from shardweave.comm.testing.listeners import listeners, open_to_others
 from shardweave.launcher.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(180)
 
-COMMAND = [sys.executable, "-m", "shardweave.launcher", "train", "tiny.yaml"]
-TINY = """
-run: {name: tiny, steps: 100000, eval_every: 0, device: cpu}
-model: {layers: 2, hidden: 16, heads: 2, sequence: 16}
-data: {source: text.txt}
-parallel: {tensor: 2}
-batch: {global: 4, micro: 2}
-checkpoint: {every: 0}
-"""
-
 
 @contextmanager
 def running(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, in a session of its own; what it prints goes to ``place/output``."""
-    (place / "text.txt").write_text("It is a truth universally acknowledged, " * 100)
-    (place / "tiny.yaml").write_text(TINY)
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    """The command; what it prints goes to ``place/output``."""
     with open(place / "output", "w") as output:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            cwd=place,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process = start_endless(place, *arguments, output=output)
         try:
             yield process
         finally:
@@ -63,11 +41,6 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], pl
         assert process.poll() is None, (place / "output").read_text()
         assert time.monotonic() < deadline, (place / "output").read_text()
         time.sleep(0.05)
-
-
-def ranks(place: Path) -> list[int]:
-    """The pids, by rank."""
-    return [rank["pid"] for rank in json.loads((place / "runs/tiny/ranks.json").read_text())["ranks"]]
 
 
 def trains(place: Path) -> bool:
@@ -94,10 +67,10 @@ def test_a_local_run_listens_on_the_loopback_address_only(tmp_path: Path) -> Non
     """Launcher, zygote, ranks: the store, one listener for each process group, and those of debug mode."""
     with running(tmp_path, "comm.debug=true") as process:
         wait_until(lambda: trains(tmp_path), process, tmp_path)
-        pids = family(process.pid)
-        assert set(ranks(tmp_path)) < pids
+        pids, ranks = family(process.pid), rank_pids(tmp_path / "runs/tiny")
+        assert set(ranks) < pids
         assert listeners(process.pid)  # the store is the launcher's
-        assert all(listeners(pid) for pid in ranks(tmp_path))
+        assert all(listeners(pid) for pid in ranks)
         assert {pid: found for pid in pids if (found := open_to_others(pid))} == {}
 
 
@@ -105,13 +78,14 @@ def test_a_rank_that_stands_still_is_told_while_the_run_waits(tmp_path: Path) ->
     """A fifth of ``comm.timeout`` later, to the person at the terminal in a line, and in full in a rank's log."""
     with running(tmp_path, "comm.timeout=20") as process:
         wait_until(lambda: trains(tmp_path), process, tmp_path)
-        os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
+        stopped = rank_pids(tmp_path / "runs/tiny")[1]
+        os.kill(stopped, signal.SIGSTOP)
         try:
             wait_until(lambda: " has waited " in (tmp_path / "output").read_text(), process, tmp_path)
             log = tmp_path / "runs/tiny/ranks/rank-00000.log"
             wait_until(lambda: "--- rank 0, main thread ---" in log.read_text(), process, tmp_path)
         finally:
-            os.kill(ranks(tmp_path)[1], signal.SIGCONT)
+            os.kill(stopped, signal.SIGCONT)
         wait_until(lambda: " went on after " in (tmp_path / "output").read_text(), process, tmp_path)
     output = (tmp_path / "output").read_text()
     (line,) = [line for line in output.splitlines() if " has waited " in line]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages.launcher.tests.commands import TEXT
 from torch import Tensor
 
 from shardweave.comm.zygote import PRELOAD, Entry, Zygote
@@ -20,7 +21,6 @@ from shardweave.launcher.processes import launch_local
 from shardweave.launcher.reading import load_config
 from shardweave.zero.checkpoint import checkpoint_path, complete_checkpoints, read_manifest, read_tensors
 
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
 SETTINGS = [
     "run.steps=40",
     "run.eval_every=0",

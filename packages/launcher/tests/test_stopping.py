@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from packages.launcher.tests.commands import TEXT
 from torch._C._distributed_c10d import HashStore
 
 from shardweave.comm import Mesh
@@ -29,7 +30,6 @@ from shardweave.launcher.trainer import Trainer
 from shardweave.launcher.training import Training
 from shardweave.zero.checkpoint import complete_checkpoints, damaged_files, read_tensors
 
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
 SETTINGS = [
     "run.steps=100000",
     "run.eval_every=0",

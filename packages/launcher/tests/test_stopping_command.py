@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,40 +11,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from packages.launcher.tests.commands import COMMAND, rank_pids, start_endless
 
 from shardweave.launcher.metrics import read_metrics
 from shardweave.zero.checkpoint import complete_checkpoints, damaged_files
 
-COMMAND = [sys.executable, "-m", "shardweave.launcher"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
-TINY = """
-run: {name: tiny, steps: 100000, eval_every: 0, device: cpu}
-model: {layers: 2, hidden: 16, heads: 2, sequence: 16}
-data: {source: text.txt}
-parallel: {tensor: 2}
-batch: {global: 4, micro: 2}
-checkpoint: {every: 0}
-"""
 
 
 class Command:
     """A run of two ranks in a process group of its own."""
 
     def __init__(self, place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> None:
-        (place / "text.txt").write_text(TEXT * 40)
-        (place / "tiny.yaml").write_text(TINY)
         self.run = place / "runs" / "tiny"
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        self.process = subprocess.Popen(
-            [*command, "train", "tiny.yaml", *arguments],
-            cwd=place,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_endless(place, *arguments, command=command)
 
     def wait_for_steps(self, steps: int) -> list[int]:
         """Until so many steps are done; returns the pids of the ranks."""
@@ -54,7 +33,7 @@ class Command:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return [rank["pid"] for rank in json.loads((self.run / "ranks.json").read_text())["ranks"]]
+        return rank_pids(self.run)
 
     def end(self) -> tuple[int, str, str]:
         """Status, output and errors."""

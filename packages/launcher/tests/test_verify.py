@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.launcher.tests.commands import COMMAND, environment
 from torch import Tensor
 
 from shardweave.comm import Axis, Mesh, counts_here, set_sharding, sharding_of
@@ -420,7 +420,6 @@ def test_configurations_that_cannot_run_are_refused_before_anything_starts() -> 
 
 # --- the command ---------------------------------------------------------------------------------------------------
 
-COMMAND = (sys.executable, "-m", "shardweave.launcher")
 TORCHRUN = (
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardweave.launcher",
 )  # fmt: skip
@@ -428,11 +427,10 @@ TINY = tuple(override for override in SMALL if not override.startswith("precisio
 
 
 def _run(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [*command, "verify", *arguments],
         cwd=place,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=150,
