@@ -191,6 +191,18 @@ def test_nothing_is_left_unfinished(package: str) -> None:
             assert not unfinished.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
+def test_one_module_asks_for_the_device() -> None:
+    """torch names the accelerator that it was built for, also on a machine that has none: see `comm/devices.py`."""
+    asks = re.compile(r"\bcurrent_accelerator\b|\baccelerator\.is_available\b")
+    found = [
+        path.name
+        for package in PACKAGES
+        for path in sources(package)
+        if asks.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found == ["devices.py"]
+
+
 def test_imports_point_downwards() -> None:
     """The import-linter contract in pyproject.toml, over the installed packages."""
     command = Path(sys.executable).with_name("lint-imports")

@@ -41,16 +41,6 @@ def test_nodes_may_be_told() -> None:
     assert Topology.told(8, 4).links == ASSUMED
 
 
-def test_regular_ranks_are_as_many_on_each_node() -> None:
-    assert MIXED.regular(range(5)) is None
-    assert MIXED.regular((0, 2, 1, 4)) == (2, 2)
-    assert MIXED.regular((0, 1)) == (2, 1)
-    assert MIXED.regular((2, 3)) == (1, 2)
-    assert MIXED.regular(()) is None
-    assert Topology.told(12, 4).regular(range(12)) == (3, 4)
-    assert Topology.told(12, 4).regular((0, 1, 8, 9)) == (2, 2)
-
-
 def test_impossible_topologies_are_refused() -> None:
     with pytest.raises(ValueError, match=r"nodes 1, 0: they are numbered from 0.*Topology.of_hosts"):
         Topology((1, 0))

@@ -10,14 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from packages.launcher.tests.commands import COMMAND, TEXT, environment
 
+from shardweave.comm.devices import accelerator
 from shardweave.launcher import __version__
+from shardweave.launcher.assembly import device_of
 from shardweave.launcher.cli import cli
 from shardweave.launcher.describe import dry_run, print_config
 from shardweave.launcher.metrics import read_metrics
@@ -25,9 +28,7 @@ from shardweave.launcher.prepare import MachineError, check_machine, open_run, p
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.request import Request
 
-COMMAND = [sys.executable, "-m", "shardweave.launcher"]
 QUICKSTART = Path(load_config.__code__.co_filename).with_name("quickstart.yaml")
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
 TINY = """
 run: {name: tiny, steps: 4, eval_every: 2}
 model: {layers: 2, hidden: 16, heads: 2, sequence: 16}
@@ -46,17 +47,11 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | {
-        "OMP_NUM_THREADS": "1"
-    }
-
-
 def _start(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*command, *arguments],
         cwd=place,
-        env=_environment(),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -160,10 +155,29 @@ def test_a_machine_that_cannot_is_named(place: Path, monkeypatch: pytest.MonkeyP
         MachineError, match=r"has 10 B free and one checkpoint takes 126 KiB; free some space"
     ):
         check_machine(overview)
-    if torch.accelerator.current_accelerator() is None:
-        overview = prepare(Request.of(["tiny.yaml", "run.device=cuda"])).overview
-        with pytest.raises(MachineError, match=r"`run.device: cuda`: this machine has none"):
-            check_machine(overview)
+
+
+@pytest.fixture
+def cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch as built for CUDA, which PyPI serves by default, on a machine without one."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    accelerator.cache_clear()
+    yield
+    accelerator.cache_clear()
+
+
+@pytest.mark.usefixtures("cuda_without_a_gpu")
+def test_a_cuda_build_without_a_gpu_runs_on_the_cpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    overview = prepare(Request.of(["tiny.yaml"])).overview
+    check_machine(overview)
+    assert device_of(overview.config) == torch.device("cpu")
+    overview = prepare(Request.of(["tiny.yaml", "run.device=cuda"])).overview
+    with pytest.raises(MachineError, match=r"`run.device: cuda`: this machine has none"):
+        check_machine(overview)
+    with pytest.raises(ValueError, match=r"`run.device: cuda` is not on this machine \(accelerator: none\)"):
+        device_of(overview.config)
 
 
 def test_starting_over_sets_the_earlier_run_aside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from . import algorithms, two_level
 from .axis import Axis
 from .background import Background
 from .books import entry_of
+from .devices import local_device
 from .guards import Ticket
 from .p2p import contiguous_like
 from .pending import Pending
@@ -276,8 +277,7 @@ def barrier(axis: Axis) -> None:
 
 
 def _device(axis: Axis) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator if accelerator is not None and axis.group is not None else torch.device("cpu")
+    return local_device() if axis.group is not None else torch.device("cpu")
 
 
 def _counted(

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from .axis import Axis
+from .devices import local_device
 from .grid import AXES, DERIVED, Grid
 from .groups import Groups
 from .guards import Guard, watch_limit
@@ -102,8 +103,7 @@ class Mesh:
             raise ValueError(
                 f"the topology is of {self.topology.world_size} ranks, but the world has {world}; describe this one"
             )
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self._groups = Groups(device, timeout)
+        self._groups = Groups(local_device(), timeout)
         self._order = self.topology.order()
         self._backgrounds = Backgrounds(self._groups, self.topology, self._options, grid.replicas)
         position = self._order.index(rank)

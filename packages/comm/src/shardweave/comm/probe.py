@@ -29,6 +29,7 @@ import torch
 
 from .axis import Axis
 from .collectives import all_gather, all_reduce
+from .devices import local_device
 from .ledger import Ledger
 from .links import LINK_CLASSES, Link
 from .p2p import Message, exchange
@@ -112,7 +113,7 @@ def measure_links(topology: Topology, world: Axis) -> Topology:
 def _measure(axis: Axis, nodes: Sequence[int], everyone: Sequence[Partners | None]) -> Link:
     """One class of links. Collective over the axis, also for ranks that have no partners."""
     mine = everyone[axis.rank]
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = local_device()
 
     def latency(rounds: int) -> float:
         """Of one round: the median one of the slowest rank, in the best of some tries."""

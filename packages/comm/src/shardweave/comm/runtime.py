@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from .devices import local_device
 from .guards.watchdog import stop_watchdogs
 from .store import environment_store, is_loopback, loopback_interface
 
@@ -52,8 +53,7 @@ def init(
             f"{', '.join(missing)} not in the environment: start the ranks with `shardweave train`, torchrun "
             "or srun, or pass store, rank and world_size"
         )
-    accelerator = torch.accelerator.current_accelerator()
-    cuda = accelerator is not None and accelerator.type == "cuda"
+    cuda = local_device().type == "cuda"
     if cuda:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if store is None:

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .devices import local_device
+from .files import write_atomically
 from .links import ASSUMED, LINK_CLASSES, Link, Links
 
 __all__ = ["Topology"]
@@ -98,7 +100,7 @@ class Topology:
         """
         if not dist.is_initialized():
             return cls.single()
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = local_device()
         raw = blake2b(_this_node(node).encode(), digest_size=_IDENTITY).digest()
         mine = torch.tensor(list(raw), dtype=torch.uint8, device=device)
         everyone = torch.empty(dist.get_world_size() * _IDENTITY, dtype=torch.uint8, device=device)
@@ -128,11 +130,6 @@ class Topology:
     def same_node(self, ranks: Sequence[int]) -> bool:
         """Whether all these global ranks are on one node."""
         return len({self.nodes[rank] for rank in ranks}) <= 1
-
-    def regular(self, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """(N, G) when the given global ranks are spread over N nodes with G of them on each, else ``None``."""
-        counts = Counter(self.nodes[rank] for rank in ranks)
-        return (len(counts), next(iter(counts.values()))) if len(set(counts.values())) == 1 else None
 
     def order(self) -> tuple[int, ...]:
         """All global ranks, those of a node together: the nodes by number, the ranks of each rising."""
@@ -219,16 +216,7 @@ class Topology:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that is whole at every moment, the old or the new one. For one rank to call."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, present: Topology | None = None) -> Topology:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .axis import Axis
 from .collectives import all_gather, broadcast
+from .devices import local_device
 
 __all__ = ["broadcast_value", "gather_values"]
 
@@ -46,8 +47,7 @@ def broadcast_value(value: Any, axis: Axis) -> Any:
 def _bytes(value: Any) -> Tensor:
     """On the device that this process' collectives take."""
     text = bytearray(json.dumps(value).encode())
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return torch.frombuffer(text, dtype=torch.uint8).to(device)
+    return torch.frombuffer(text, dtype=torch.uint8).to(local_device())
 
 
 def _value(raw: Tensor) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shardweave.comm import Mesh
+from shardweave.comm.devices import accelerator
 from shardweave.launcher.communication import compression_of, num_replicas
 from shardweave.launcher.config import Config
 from shardweave.launcher.config import Optimizer as OptimizerSettings
@@ -71,15 +72,15 @@ def device_of(config: Config) -> torch.device:
     Raises:
         ValueError: for an accelerator that this machine does not have.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if config.run.device == "cpu" or (config.run.device == "auto" and accelerator is None):
+    found = accelerator()
+    if config.run.device == "cpu" or (config.run.device == "auto" and found is None):
         return torch.device("cpu")
-    if accelerator is None or config.run.device not in ("auto", accelerator.type):
-        found = "none" if accelerator is None else accelerator.type
+    if found is None or config.run.device not in ("auto", found.type):
         raise ValueError(
-            f"`run.device: {config.run.device}` is not on this machine (accelerator: {found}); use run.device=auto"
+            f"`run.device: {config.run.device}` is not on this machine (accelerator: "
+            f"{'none' if found is None else found.type}); use run.device=auto"
         )
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def assemble(config: Config, mesh: Mesh) -> Assembly:

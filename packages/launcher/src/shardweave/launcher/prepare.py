@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 
+from shardweave.comm.devices import accelerator
+from shardweave.comm.text import bytes_text
 from shardweave.launcher.assembly import DTYPES
 from shardweave.launcher.communication import idle_over, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
-from shardweave.launcher.overview import Overview, bytes_text
+from shardweave.launcher.overview import Overview
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import Loaded, read_config
 from shardweave.launcher.request import Request
@@ -91,19 +93,17 @@ def check_machine(overview: Overview) -> None:
         MachineError: when one of them is missing.
     """
     config, ranks = overview.config, overview.layout.world_size
-    accelerator = torch.accelerator.current_accelerator()
-    if config.run.device not in ("auto", "cpu") and (
-        accelerator is None or accelerator.type != config.run.device
-    ):
+    found = accelerator()
+    if config.run.device not in ("auto", "cpu") and (found is None or found.type != config.run.device):
         raise MachineError(
             f"`run.device: {config.run.device}`: this machine has none; use run.device=auto or cpu"
         )
-    if config.run.device != "cpu" and accelerator is not None and torch.accelerator.device_count() < ranks:
+    if config.run.device != "cpu" and found is not None and torch.accelerator.device_count() < ranks:
         raise MachineError(
-            f"the layout {overview.layout} needs {ranks} {accelerator.type} devices and this machine has "
+            f"the layout {overview.layout} needs {ranks} {found.type} devices and this machine has "
             f"{torch.accelerator.device_count()}; use a smaller layout, or run.device=cpu"
         )
-    if config.run.device == "cpu" or accelerator is None:
+    if config.run.device == "cpu" or found is None:
         _check_memory(overview)
     if config.checkpoint.every:
         _check_room(overview)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardweave.comm import Axis, all_reduce, broadcast_value, gather_values
+from shardweave.comm.devices import local_device
 
 from ..optimizer import ZeroOptimizer
 from . import folder
@@ -125,8 +126,7 @@ def _agree(
     problems = list(dict.fromkeys(problem for one in told for problem in one["problems"]))
     missing = tuple(sorted({name for one in told for name in one["missing"]}))
     names = [name for name in sorted(manifest.tensors) if not name.startswith(_OF_LAYOUTS)]
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    wanted = torch.tensor([name in request.named for name in names], dtype=torch.int32, device=device)
+    wanted = torch.tensor([name in request.named for name in names], dtype=torch.int32, device=local_device())
     if names:
         wanted = all_reduce(wanted, world, "max")
     unexpected = tuple(name for name, is_wanted in zip(names, wanted.tolist(), strict=True) if not is_wanted)

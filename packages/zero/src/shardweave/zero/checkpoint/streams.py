@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardweave.comm.devices import accelerator
+
 __all__ = ["capture_streams", "reseed_streams", "restore_streams"]
 
 Streams = dict[str, Tensor]
@@ -30,7 +32,7 @@ def capture_streams(generators: Mapping[str, torch.Generator]) -> Streams:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy"] = _numpy_state(numpy)
-    if torch.accelerator.is_available():
+    if accelerator() is not None:
         found["accelerator"] = _device_module().get_rng_state()
     for name, generator in generators.items():
         found[f"generator.{name}"] = generator.get_state()
@@ -48,7 +50,7 @@ def restore_streams(streams: Mapping[str, Tensor], generators: Mapping[str, torc
             random.setstate((3, words, gauss))
         elif name == "numpy" and "numpy" in sys.modules:
             _set_numpy_state(sys.modules["numpy"], state)
-        elif name == "accelerator" and torch.accelerator.is_available():
+        elif name == "accelerator" and accelerator() is not None:
             _device_module().set_rng_state(state)
         elif (own := generators.get(name.removeprefix("generator."))) is not None:
             own.set_state(state)
@@ -93,6 +95,6 @@ def _set_numpy_state(numpy: Any, state: Tensor) -> None:
 
 
 def _device_module() -> Any:
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None  # asked before
-    return torch.get_device_module(accelerator)
+    device = accelerator()
+    assert device is not None  # asked before
+    return torch.get_device_module(device)
