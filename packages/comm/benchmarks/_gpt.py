@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
-from shardweave.comm import Axis, Compression, GradientBuckets, TopK
+from shardweave.comm import Axis, Compression, GradientBuckets
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
@@ -34,20 +33,16 @@ class Run:
     steps: int
     compression: Compression | None = None
     momentum: float = 0.9
-    momentum_first: bool = False
-    """Whether SGD's momentum is taken on each worker, before its gradients are compressed."""
     rate: float | None = None
     """The learning rate; None: of :data:`RATES`."""
+    seed: int = 0
+    """Of the order of the samples."""
 
     @property
-    def corrects_momentum(self) -> bool:
-        """Whether the compression keeps the momentum, and nobody else has one."""
-        return isinstance(self.compression, TopK) and self.compression.momentum is not None
-
-    @property
-    def keeps_velocities(self) -> bool:
-        """Whether hooks do, and the optimizer has no momentum."""
-        return self.optimizer == "sgd" and self.momentum_first and not self.corrects_momentum
+    def optimizer_momentum(self) -> float:
+        """SGD's, unless the compression keeps the velocities: then nobody else has any."""
+        elsewhere = self.compression is not None and self.compression.momentum is not None
+        return 0.0 if elsewhere else self.momentum
 
 
 class Loop:
@@ -61,10 +56,7 @@ class Loop:
         self._rate = RATES[run.optimizer] if run.rate is None else run.rate
         self.model = Transformer(SHAPE)
         self._corpus = Dataset.cut(open_corpus(Config()), Config(), SHAPE.sequence)
-        self._order = SampleOrder(self._corpus.num_train, 0)
-        if run.keeps_velocities:
-            for parameter in self.model.parameters():
-                _take_momentum(parameter, run.momentum)
+        self._order = SampleOrder(self._corpus.num_train, run.seed)
         self._buckets = GradientBuckets(self.model.named_parameters(), axis, compression=run.compression)
         self._optimizer = _optimizer(run, self.model)
         self._number = 0
@@ -100,22 +92,7 @@ def describe() -> str:
 def _optimizer(run: Run, model: Transformer) -> torch.optim.Optimizer:
     if run.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
-    elsewhere = run.corrects_momentum or run.keeps_velocities
-    return torch.optim.SGD(model.parameters(), momentum=0.0 if elsewhere else run.momentum)
-
-
-def _take_momentum(parameter: nn.Parameter, momentum: float) -> None:
-    """Makes velocities of its gradients on this worker, u <- m u + g: what is reduced, and compressed, is then u.
-
-    Uncompressed it is SGD with momentum all the same. Error feedback holds back some of what is compressed, e, and a
-    momentum behind it moves parameters by up to e / (1 - m); before it, by e.
-    """
-    velocity = torch.zeros_like(parameter)
-
-    def take(gradient: Tensor) -> Tensor:
-        return velocity.mul_(momentum).add_(gradient).clone()
-
-    parameter.register_hook(take)
+    return torch.optim.SGD(model.parameters(), momentum=run.optimizer_momentum)
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -69,7 +69,7 @@ def _reduction(options: Compression, mesh: Mesh, gradient: torch.Tensor) -> Call
 
     def reduce() -> None:
         reduction.start(buffer.copy_(gradient), "mean").wait()
-        reduction.compressed.step()
+        reduction.part.step()
 
     for _ in range(options.warmup + 1):
         reduce()

@@ -8,7 +8,7 @@ turn, give the time of a plain and of a compressed step, and both together the t
 full runs go over the slow link as well, and the clock tells.
 
     python -m packages.comm.benchmarks.training [--optimizer sgd] [--learning-rate 0.05] [--momentum-first]
-                                                [--steps 800] [--warmup 0.15] [--rate 5mbit] [--per-host 1]
+                                                [--steps 800] [--warmup 0.1] [--ramp 0.6] [--rate 5mbit] [--per-host 1]
                                                 [--whole] [--json FILE]
 
 Needs root (namespaces). Frames have 1500 bytes here: with larger ones the shaper would let a whole small gradient
@@ -37,17 +37,30 @@ ALONE, PLAIN = "no communication", "plain"
 ROUNDS, REPEAT = 3, 4
 
 
-def kinds(momentum: float | None, warmup: int) -> dict[str, Compression | None]:
-    """What is compared. ``momentum``: of SGD."""
+def kinds(momentum: float | None, *, first: bool, warmup: int, ramp: int) -> dict[str, Compression | None]:
+    """What is compared. ``momentum``: of SGD, ``first``: of each worker, before compression; top-k always has it so."""
+    before = momentum if first else None
     return {
         PLAIN: None,
-        "1-bit": OneBit(warmup=warmup),
-        "2-bit": TwoBit(warmup=warmup),
-        "top-1%": TopK(density=0.01, warmup=warmup, momentum=momentum),
-        "PowerSGD rank 4": PowerSGD(rank=4, warmup=warmup),
-        "1-bit, no error feedback": OneBit(warmup=warmup, error_feedback=False),
-        "top-1%, no error feedback": TopK(density=0.01, warmup=warmup, error_feedback=False),
+        "1-bit": OneBit(warmup=warmup, momentum=before),
+        "2-bit": TwoBit(warmup=warmup, momentum=before),
+        "top-1%": TopK(density=0.01, warmup=warmup, ramp=ramp, momentum=momentum, masking=False),
+        "PowerSGD rank 4": PowerSGD(rank=4, warmup=warmup, momentum=before),
+        "1-bit, no error feedback": OneBit(warmup=warmup, momentum=before, error_feedback=False),
+        "top-1%, no error feedback": TopK(density=0.01, warmup=warmup, ramp=ramp, error_feedback=False),
     }
+
+
+def _whole_seconds(run: Run, step: float, plain: float, wire: float) -> float:
+    """Of a whole run, from a compressed step (``wire`` of it the link's) and a plain one; ``--whole`` clocks it."""
+    kind = run.compression
+    if kind is None:
+        return run.steps * plain
+    steps = run.steps - kind.warmup
+    sent = float(steps)  # in steps' worth of bytes: denser ones, at first, send more
+    if isinstance(kind, TopK):
+        sent = sum(kind.density_at(number) for number in range(steps)) / kind.density
+    return kind.warmup * plain + steps * (step - wire) + sent * wire
 
 
 @dataclass(frozen=True)
@@ -80,17 +93,25 @@ def time_steps(runs: dict[str, Run]) -> dict[str, list[Sample]]:
     return in_turn(ways, mesh, rounds=ROUNDS, repeat=REPEAT)
 
 
+def _at_once(kind: Compression | None) -> Compression | None:
+    """The same, compressing fully after one plain step."""
+    if isinstance(kind, TopK):
+        return replace(kind, warmup=1, ramp=0)
+    return None if kind is None else replace(kind, warmup=1)
+
+
 def _mesh() -> Mesh:
     options = CommOptions(background=True, hierarchy="two-level")
     return Mesh(dp=torch.distributed.get_world_size(), options=options)
 
 
-def speed_row(name: str, found: dict[str, Cost], rate: int, warmup: float) -> dict[str, Value]:
+def speed_row(name: str, found: dict[str, Cost], rate: int, run: Run) -> dict[str, Value]:
     """A row of the table of times. What is neither computing nor the link's is coding, and waiting for round trips."""
     cost, plain = found[name], found[PLAIN]
-    compute, link = found[ALONE].seconds / cost.seconds, 8 * cost.sent / rate / cost.seconds
+    wire = 8 * cost.sent / rate
+    compute, link = found[ALONE].seconds / cost.seconds, wire / cost.seconds
     compressed = plain.seconds / cost.seconds
-    whole = 1 / (warmup + (1 - warmup) / compressed) if name != PLAIN else 1.0
+    whole = run.steps * plain.seconds / _whole_seconds(run, cost.seconds, plain.seconds, wire)
     return {
         "gradients": name,
         "KiB a step": cost.sent / 1024,
@@ -130,7 +151,9 @@ def main() -> None:
     )
     parser.add_argument("--learning-rate", type=float, help=f"default {RATES}")
     parser.add_argument("--steps", type=int, default=800, help="of the full runs (default 800)")
-    parser.add_argument("--warmup", type=float, default=0.15, help="the part that is plain (default 0.15)")
+    parser.add_argument("--warmup", type=float, default=0.1, help="the part that is plain (default 0.1)")
+    parser.add_argument("--ramp", type=float, default=0.6, help="the part in which top-1%% gets there (0.6)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the samples")
     parser.add_argument("--rate", default="5mbit", help="what each host can send (default 5mbit)")
     parser.add_argument("--per-host", type=int, default=1, help="ranks on each of the two hosts (default 1)")
     parser.add_argument("--whole", action="store_true", help="full runs over the slow link, which takes long")
@@ -138,22 +161,24 @@ def main() -> None:
     require_hosts()
     ranks = HOSTS * options.per_host
     momentum = options.momentum if options.optimizer == "sgd" else None
-    compressions = kinds(momentum, round(options.warmup * options.steps))
+    compressions = kinds(
+        momentum,
+        first=options.momentum_first,
+        warmup=round(options.warmup * options.steps),
+        ramp=round(options.ramp * options.steps),
+    )
     runs = {
         name: Run(
             options.optimizer,
             options.steps,
             kind,
             momentum=options.momentum,
-            momentum_first=options.momentum_first,
             rate=options.learning_rate,
+            seed=options.seed,
         )
         for name, kind in compressions.items()
     }
-    at_once = {
-        name: run if run.compression is None else replace(run, compression=replace(run.compression, warmup=1))
-        for name, run in runs.items()
-    }
+    at_once = {name: replace(run, compression=_at_once(run.compression)) for name, run in runs.items()}
     outcomes = {}
     with Hosts(HOSTS, rate=options.rate, mtu=MTU) as hosts:
         found = combined(run_ranks(time_steps, ranks, at_once, hosts=hosts, timeout=300), HOSTS)
@@ -176,7 +201,7 @@ def main() -> None:
         [
             Table(
                 f"Speed. {title}",
-                [speed_row(name, found, rate, options.warmup) for name in runs],
+                [speed_row(name, found, rate, run) for name, run in runs.items()],
                 [f"of a plain step {share:.0%} is communication"],
             ),
             Table(f"Loss. {title}", losses),

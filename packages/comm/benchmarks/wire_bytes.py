@@ -104,7 +104,7 @@ def _world() -> int:
 
 def _reduce(reduction: BackgroundReduction, gradient: Tensor) -> None:
     reduction.start(gradient.clone(), "mean").wait()
-    reduction.compressed.step()
+    reduction.part.step()
 
 
 def row(name: str, cost: Cost, plain: Cost) -> dict[str, Value]:

@@ -175,6 +175,18 @@ def power_sgd(rank: int) -> Reference:
     return reference
 
 
+def of_velocities(momentum: float, algorithm: Reference) -> Reference:
+    """The algorithm on velocities instead of gradients."""
+
+    def reference(gradients: list[Tensor], memory: dict[str, Tensor]) -> Tensor:
+        for worker, g in enumerate(gradients):
+            before = memory.get(f"velocity {worker}", torch.zeros_like(g))
+            memory[f"velocity {worker}"] = momentum * before + g
+        return algorithm([memory[f"velocity {worker}"] for worker in range(len(gradients))], memory)
+
+    return reference
+
+
 def grid_block(workers: int, block: int = 64) -> int:
     return Grid.of(LENGTH, workers, block).block
 
@@ -183,12 +195,14 @@ def algorithms(workers: int) -> list[tuple[Compression, Reference]]:
     block = grid_block(workers)
     return [
         (OneBit(block=64), averaged(one_bit, block)),
+        (OneBit(block=64, momentum=0.9), of_velocities(0.9, averaged(one_bit, block))),
         (TwoBit(block=64), averaged(two_bit, block)),
         (EightBit(block=64), averaged(eight_bit, block)),
         (TopK(density=0.05), top_k(0.05)),
         (TopK(density=0.05, momentum=0.9), top_k(0.05, 0.9)),
         (TopK(density=0.05, momentum=0.9, masking=False), top_k(0.05, 0.9, masking=False)),
         (PowerSGD(rank=2), power_sgd(2)),
+        (PowerSGD(rank=2, momentum=0.5), of_velocities(0.5, power_sgd(2))),
     ]
 
 
@@ -266,10 +280,11 @@ def test_plain_steps_come_first_and_are_exact(options: Compression) -> None:
         reduction.step()
 
 
+@pytest.mark.parametrize("kind", [TopK, OneBit, PowerSGD])
 @pytest.mark.ranks(2)
-def test_velocities_of_plain_steps_are_sgd_with_momentum() -> None:
+def test_velocities_of_plain_steps_are_sgd_with_momentum(kind: type[Compression]) -> None:
     axis = axes()[0]
-    options = TopK(density=0.1, momentum=0.5, warmup=4)
+    options = kind(momentum=0.5, warmup=4)
     reduction = CompressedReduction(options, axis, [Segment("flat", 0, 20)], dtype=torch.float64)
     velocity = torch.zeros(20, dtype=torch.float64)
     for step in range(4):
@@ -279,7 +294,47 @@ def test_velocities_of_plain_steps_are_sgd_with_momentum() -> None:
         reduction.step()
 
 
-@pytest.mark.parametrize("options", [*KINDS, TopK(density=0.5, momentum=0.9)])
+@pytest.mark.parametrize("kind", [TopK, OneBit, PowerSGD])
+@pytest.mark.ranks(2)
+def test_a_step_reduced_in_several_goes_decays_its_velocity_once(kind: type[Compression]) -> None:
+    axis = axes()[0]
+    options = kind(momentum=0.5, warmup=4)
+    whole, parted = (
+        CompressedReduction(options, axis, [Segment("flat", 0, 20)], dtype=torch.float64) for _ in range(2)
+    )
+    for step in range(4):
+        parts = [gradient(axis.rank, 10 * step + part, 20) for part in range(3)]
+        together = whole.reduce(sum(parts, torch.zeros(20, dtype=torch.float64)))
+        in_parts = sum((parted.reduce(part) for part in parts), torch.zeros(20, dtype=torch.float64))
+        torch.testing.assert_close(in_parts, together, rtol=1e-13, atol=1e-13)
+        whole.step()
+        parted.step()
+
+
+@pytest.mark.ranks(2)
+def test_velocities_sent_in_several_goes_are_all_sent_in_the_end() -> None:
+    """What arrived and what is owed make up the mean velocities, summed over the steps."""
+    axis = axes()[0]
+    reduction = CompressedReduction(
+        OneBit(block=32, momentum=0.5), axis, [Segment("flat", 0, 70)], dtype=torch.float64
+    )
+    arrived, due, velocity = (torch.zeros(70, dtype=torch.float64) for _ in range(3))
+    for step in range(6):
+        for part in range(3):
+            mean = (gradient(0, 10 * step + part, 70) + gradient(1, 10 * step + part, 70)) / 2
+            velocity = mean + (velocity if part else 0.5 * velocity)
+            arrived += reduction.reduce(gradient(axis.rank, 10 * step + part, 70))
+        due += velocity
+        reduction.step()
+    owed = torch.zeros(70, dtype=torch.float64)
+    for piece in reduction.residuals():
+        if piece.kind == "worker":
+            owed[piece.begin : piece.begin + piece.values.numel()] += piece.values
+    comm.all_reduce(owed, axis, "mean")
+    torch.testing.assert_close(arrived + owed, due, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [*KINDS, TopK(density=0.5, momentum=0.9), OneBit(momentum=0.9)])
 def test_one_rank_is_the_identity(options: Compression) -> None:
     reduction = CompressedReduction(options, Axis.single(), consecutive_segments(SHAPES))
     buffer = gradient(0, 0, dtype=torch.float32)
@@ -290,7 +345,10 @@ def test_one_rank_is_the_identity(options: Compression) -> None:
     assert not [piece for piece in reduction.residuals() if piece.kind in ("worker", "owner")]
 
 
-@pytest.mark.parametrize("options", [*KINDS, *(replace(options, error_feedback=False) for options in KINDS)])
+@pytest.mark.parametrize(
+    "options",
+    [*KINDS, *(replace(options, error_feedback=False) for options in KINDS), OneBit(block=64, momentum=0.9)],
+)
 @pytest.mark.ranks(2)
 def test_what_is_not_finite_is_told_to_all_and_stays_out_of_what_is_owed(options: Compression) -> None:
     """On one worker one element: its block, or its buffer, is infinite on both, and owes what it owed before."""
@@ -354,7 +412,7 @@ def zeros_and_strides(options: Compression, axis: Axis, length: int) -> None:
             assert (got - exact).abs().max() <= exact.abs().max() / 127 * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("options", [*KINDS, TopK(density=0.05, momentum=0.9)])
+@pytest.mark.parametrize("options", [*KINDS, TopK(density=0.05, momentum=0.9), TwoBit(momentum=0.9)])
 @pytest.mark.ranks(2)
 def test_a_step_that_is_taken_back_leaves_no_trace(options: Compression) -> None:
     for undoable in (True, False):

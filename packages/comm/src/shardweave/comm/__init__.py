@@ -42,6 +42,7 @@ from .buckets import (
     GradientBuckets,
     OrderedReduction,
     Reducible,
+    compressing_axis,
     flat_layout,
     plan_buckets,
 )
@@ -155,6 +156,7 @@ __all__ = [
     "clip_gradients",
     "clip_segments",
     "combine_keys",
+    "compressing_axis",
     "consecutive_segments",
     "copy_to",
     "costs",

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardweave.comm import Axis, CompressedReduction, Compression
+from shardweave.comm import Axis, CompressedReduction, Compression, compressing_axis
 
 from .unit import Unit
 
@@ -63,12 +63,12 @@ def unit_residuals(units: Iterable[Unit]) -> Iterator[UnitResiduals]:
             for axis in unit.plan.key.partial:
                 place, places = place * axis.size + axis.rank, places * axis.size
             parameters = dict(zip(unit.names, unit.parameters, strict=True))
-            yield UnitResiduals(unit.compressed.compressed, parameters, place, places)
+            yield UnitResiduals(unit.compressed.part, parameters, place, places)
 
 
 def compressed_reductions(units: Iterable[Unit]) -> list[CompressedReduction]:
     """Those of the units that have one."""
-    return [unit.compressed.compressed for unit in units if unit.compressed is not None]
+    return [unit.compressed.part for unit in units if unit.compressed is not None]
 
 
 def end_step(units: Iterable[Unit], *, skipped: bool, rescaled: float) -> None:
@@ -89,9 +89,7 @@ def compression_counters(options: Compression | None, data: Axis, steps: int) ->
     """
     if options is None or data.size == 1:
         return {}
-    levels = data.background.levels if data.background is not None else None
-    workers = data.size if levels is None else levels.across.size
-    return {"kind": type(options).__name__, "workers": workers, "steps": steps}
+    return {"kind": type(options).__name__, "workers": compressing_axis(data).size, "steps": steps}
 
 
 def local_residuals(units: Iterable[Unit]) -> dict[str, Any]:

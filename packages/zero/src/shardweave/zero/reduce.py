@@ -44,7 +44,7 @@ class Reducer:
         for unit in self._units:
             unit.drop_gradient()
             if unit.compressed is not None:
-                unit.compressed.compressed.undo()
+                unit.compressed.part.undo()
 
     def _sum_partial(self) -> None:
         for axis in partial_axes(unit.plan for unit in self._units):

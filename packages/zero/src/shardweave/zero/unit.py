@@ -79,7 +79,6 @@ class Unit:
         """Slots whose parameter has had a gradient since the last step, here or on another rank."""
         self.compressed = self._compression(options.compression)
         """How its gradients are sent, where they are compressed."""
-        self._seen: set[int] = set()
         self._incoming: Tensor | None = None
         self._spare: Tensor | None = None
 
@@ -95,12 +94,8 @@ class Unit:
 
     def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
         """Takes the local gradients and launches their reduction; returns the buffer that it reads."""
-        arrived = {slot for slot, p in enumerate(self.parameters) if p.grad is not None}
-        self.present |= arrived
-        if self.compressed is not None and self.compressed.compressed.compresses:
-            # What was not sent before may arrive now, also for a parameter that is not used in this step.
-            self._seen |= arrived
-            self.present |= self._seen
+        filled = self.local.filled
+        self.present |= filled if self.compressed is None else self.compressed.sends(filled)
         buffer = self.local.take()
         if self._axis.size == 1:
             return buffer, Pending.ready(buffer)

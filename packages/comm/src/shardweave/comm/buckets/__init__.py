@@ -15,7 +15,7 @@ from .gradient_buckets import GradientBuckets
 from .layout import FlatLayout, flat_layout, plan_buckets
 from .memory import BucketMemory
 from .order import OrderedReduction, Reducible
-from .reduction import BackgroundReduction
+from .reduction import BackgroundReduction, compressing_axis
 
 __all__ = [
     "BackgroundReduction",
@@ -24,6 +24,7 @@ __all__ = [
     "GradientBuckets",
     "OrderedReduction",
     "Reducible",
+    "compressing_axis",
     "flat_layout",
     "plan_buckets",
 ]

@@ -134,7 +134,7 @@ class GradientBuckets:
 
     @property
     def _compressed(self) -> list[CompressedReduction]:
-        return [bucket.compressed.compressed for bucket in self._buckets if bucket.compressed is not None]
+        return [bucket.compressed.part for bucket in self._buckets if bucket.compressed is not None]
 
     def _agree(self) -> Tensor:
         """For each parameter whether any rank had a gradient; last, whether any has some that are not reduced yet."""
@@ -171,21 +171,16 @@ class _Bucket:
                 device=first.device,
             )
         self._reduced: Tensor | None = None
-        self._seen: set[int] = set()
         self._settles = False
         """Whether the next reduction is the first of a step."""
 
     def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
         """As :class:`~.order.Reducible`."""
         if self.compressed is not None and self._settles:
-            self.compressed.compressed.settle()
+            self.compressed.part.settle()
             self._settles = False
-        arrived = {slot for slot, p in enumerate(self.local.parameters) if p.grad is not None}
-        self.present |= arrived
-        if self.compressed is not None and self.compressed.compressed.compresses:
-            # What was not sent before may arrive now, also for a parameter that is not used in this step.
-            self._seen |= arrived
-            self.present |= self._seen
+        filled = self.local.filled
+        self.present |= filled if self.compressed is None else self.compressed.sends(filled)
         buffer = self.local.take()
         if self._axis.size == 1:
             return buffer, Pending.ready(buffer)

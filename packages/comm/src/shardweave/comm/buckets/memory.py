@@ -53,6 +53,11 @@ class BucketMemory:
         """Slots to which the buffer holds a contribution."""
 
     @property
+    def filled(self) -> set[int]:
+        """Slots whose parameter has a gradient now, in the buffer or not."""
+        return {slot for slot, parameter in enumerate(self.parameters) if parameter.grad is not None}
+
+    @property
     def waiting(self) -> bool:
         """Whether there is a gradient here that was not handed over yet."""
         return bool(self.arrived) or any(parameter.grad is not None for parameter in self.parameters)

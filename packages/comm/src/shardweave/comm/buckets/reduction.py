@@ -26,7 +26,7 @@ from ..pending import Pending
 from ..two_level import reduce_in_two_levels
 from ..wires import Sent
 
-__all__ = ["BackgroundReduction"]
+__all__ = ["BackgroundReduction", "compressing_axis"]
 
 
 class BackgroundReduction:
@@ -34,7 +34,7 @@ class BackgroundReduction:
 
     All ranks of the axis build it with equal arguments and make the same calls in the same order. ``segments``,
     ``length``, ``dtype``, ``device``: of the buffer. ``undoable``: whether steps may be skipped, see
-    :attr:`compressed`.
+    :attr:`part`.
     """
 
     def __init__(
@@ -48,27 +48,48 @@ class BackgroundReduction:
         device: torch.device,
         undoable: bool = True,
     ) -> None:
-        self._axis = axis
-        self._background = _background(axis)
+        if axis.size > 1 and axis.background is None:
+            raise ValueError(
+                f"compression over {axis!r}: it takes several rounds, for which the axis is not prepared; build the "
+                "mesh with options=CommOptions(background=True), and reduce over mesh.data, mesh.dp, mesh.shard or "
+                "mesh.replica"
+            )
+        self._axis, self._background = axis, axis.background
         levels = None if self._background is None else self._background.levels
-        segments, over = tuple(segments), axis
+        segments = tuple(segments)
         self._lengths: tuple[int, ...] | None = None
         if levels is not None:
             self._lengths = options.cut(segments, levels.local.size, length)
             start, stop = [0, *accumulate(self._lengths)][levels.local.rank :][:2]
-            segments, length, over = clip_segments(segments, start, stop), stop - start, levels.across
-        elif self._background is not None:
-            over = self._background.twin
-        self.compressed = CompressedReduction(
-            options, over, segments, length=length, dtype=dtype, device=device, undoable=undoable
+            segments, length = clip_segments(segments, start, stop), stop - start
+        self.part = CompressedReduction(
+            options,
+            compressing_axis(axis),
+            segments,
+            length=length,
+            dtype=dtype,
+            device=device,
+            undoable=undoable,
         )
         """The reduction of this rank's part, with its residuals and its count of steps."""
+        self._seen: set[int] = set()
+
+    def sends(self, slots: set[int]) -> set[int]:
+        """The parameters that have a gradient in a step in which those of ``slots`` got one on this rank.
+
+        While it compresses, all that ever had one: what was not sent before may arrive now, also for a parameter that
+        is not used in this step.
+        """
+        if not self.part.compresses:
+            return slots
+        self._seen |= slots
+        return set(self._seen)
 
     def start(self, buffer: Tensor, op: str) -> Pending[Tensor]:
         """Launches the reduction, in place on ``buffer``: 1-D, contiguous; ``op``: mean or sum."""
         background = self._background
         if background is None:
-            return Pending.ready(self.compressed.reduce(buffer, op))
+            return Pending.ready(self.part.reduce(buffer, op))
         return launch_beside(
             "compressed_all_reduce",
             self._axis,
@@ -83,23 +104,22 @@ class BackgroundReduction:
         ledger = background.twin.ledger
         ledger.reset()
         if background.levels is None:
-            self.compressed.reduce(buffer, op)
+            self.part.reduce(buffer, op)
             return _sent(ledger)
 
         def between(part: Tensor) -> Sent:
-            self.compressed.reduce(part, op)
+            self.part.reduce(part, op)
             return _sent(ledger)
 
         return reduce_in_two_levels(buffer, background.levels, op, between, self._lengths)
 
 
-def _background(axis: Axis) -> Background | None:
-    if axis.size > 1 and axis.background is None:
-        raise ValueError(
-            f"compression over {axis!r}: it takes several rounds, for which the axis is not prepared; build the mesh "
-            "with options=CommOptions(background=True), and reduce over mesh.data, mesh.dp, mesh.shard or mesh.replica"
-        )
-    return axis.background
+def compressing_axis(axis: Axis) -> Axis:
+    """The axis whose ranks compress when gradients are reduced over ``axis``: over several nodes, across them."""
+    background = axis.background
+    if background is None:
+        return axis
+    return background.twin if background.levels is None else background.levels.across
 
 
 def _sent(ledger: Ledger) -> Sent:

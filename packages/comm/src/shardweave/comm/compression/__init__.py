@@ -11,6 +11,7 @@ kept                             state that a skipped step takes back
 averaging, swapping              bits: all-to-all, average, all-gather of records; of two workers, one all-gather
 records, blocks, bits            what both stand on: records of packed bits
 units                            what an element's gradients usually amount to, learnt in the warm-up
+velocity                         momentum before compression
 gathering, sparse                top-k: all-gather of places and values
 lowrank                          PowerSGD: all-reduces of thin matrices
 ===============================  ==============================================================================

@@ -19,14 +19,12 @@ out of the new one. Both are misprints: a residual is what was to be sent minus 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..collectives import all_gather, all_to_all
-from .blocks import BlockCodec
 from .kept import Kept
+from .options import Blocks
 from .records import BlockScheme
 from .residuals import OWNER
 from .scheme import Layout
@@ -38,20 +36,12 @@ __all__ = ["Averaging"]
 class Averaging(BlockScheme):
     """All-to-all, average, all-gather, on records of a block code."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        codec: Callable[[int, torch.device], BlockCodec],
-        block: int,
-        *,
-        feedback: bool,
-        units: bool,
-    ) -> None:
-        super().__init__(layout, codec, block, feedback=feedback, units=units)
+    def __init__(self, layout: Layout, options: Blocks) -> None:
+        super().__init__(layout, options)
         self._first = layout.axis.rank * self.grid.rows
         own = self.grid.span(self._first, self._first + self.grid.rows)
         self.owner: Kept | None = None
-        if feedback and layout.axis.size > 1:
+        if options.error_feedback and layout.axis.size > 1:
             segments = clip_segments(layout.segments, own.start, own.stop)
             self.owner = layout.kept(OWNER, segments, own.stop - own.start)
 
@@ -60,17 +50,17 @@ class Averaging(BlockScheme):
         """The worker's residual and the owner's, and the units."""
         return super().kept if self.owner is None else (*super().kept, self.owner)
 
-    def reduce(self, buffer: Tensor, *, step: int, factor: int) -> None:
+    def reduce(self, gradient: Tensor, out: Tensor, *, step: int, factor: int) -> None:
         """See :class:`Scheme`. All-to-all and all-gather of uint8 ``[blocks, record]``."""
         if not self.grid.length:
             return
         work = self.work_space()
-        corrected = buffer if self.worker is None else self.worker.next()
-        sent = self.encode_corrected(buffer, corrected, work)
+        corrected = gradient if self.worker is None else self.worker.next()
+        sent = self.encode_corrected(gradient, corrected, work)
         received = all_to_all(sent, self.layout.axis, split_dim=0, concat_dim=0)
         averaged = self._average(received, work)
         gathered = all_gather(averaged, self.layout.axis)
-        self._finish(buffer, corrected, sent, gathered, work, factor)
+        self._finish(out, corrected, sent, gathered, work, factor)
 
     def _average(self, received: Tensor, work: Tensor) -> Tensor:
         """The records of this rank's part, averaged over the workers in their order."""
@@ -96,9 +86,9 @@ class Averaging(BlockScheme):
         return averaged
 
     def _finish(
-        self, buffer: Tensor, corrected: Tensor, sent: Tensor, gathered: Tensor, work: Tensor, factor: int
+        self, out: Tensor, corrected: Tensor, sent: Tensor, gathered: Tensor, work: Tensor, factor: int
     ) -> None:
-        """Decodes the result into ``buffer``; what was not sent of ``corrected`` becomes the residual."""
+        """Decodes the result into ``out``; what was not sent of ``corrected`` becomes the residual."""
         worker = self.worker
         for first, last in self.chunks(self.grid.blocks):
             span = self.grid.span(first, last)
@@ -108,7 +98,7 @@ class Averaging(BlockScheme):
             result = self.decode(gathered[first:last], first, work[0])[: span.stop - span.start]
             if broken is not None:
                 result.masked_fill_(broken, torch.inf)
-            buffer[span] = result if factor == 1 else result.mul_(factor)
+            out[span] = result if factor == 1 else result.mul_(factor)
         if worker is not None:
             worker.commit(corrected)
 

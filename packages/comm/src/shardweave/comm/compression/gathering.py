@@ -10,7 +10,7 @@ With momentum this is Deep Gradient Compression (Lin et al. 2018, algorithm 4), 
     send v where |v| is among the largest; v <- 0 there, and u <- 0 there (masking)
 
 Without momentum correction, a gradient that waits 100 steps would then enter an optimizer's momentum as if it were
-new; so the momentum is taken before waiting, and the optimizer has none.
+new; so the momentum is taken before waiting (``velocity.py``), and the optimizer has none.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..collectives import all_gather, all_reduce
-from .kept import Kept
+from ..collectives import all_gather
 from .options import TopK
-from .residuals import MOMENTUM
 from .scheme import Layout, Scheme
 from .sparse import largest, pack_sparse, unpack_sparse
 
@@ -34,63 +32,33 @@ class Gathering(Scheme):
     def __init__(self, layout: Layout, options: TopK) -> None:
         super().__init__(layout, feedback=options.error_feedback)
         self.options = options
-        self.momentum: Kept | None = None
-        if options.momentum is not None:
-            self.momentum = layout.kept(MOMENTUM, layout.segments, layout.length)
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """The worker's residual (v) and velocity (u)."""
-        return tuple(kept for kept in (self.worker, self.momentum) if kept is not None)
 
     def number_at(self, step: int) -> int:
         """How many elements each worker sends in a step."""
         length = self.layout.length
         return min(length, max(1, round(self.options.density_at(step) * length)))
 
-    def reduce(self, buffer: Tensor, *, step: int, factor: int) -> None:
+    def reduce(self, gradient: Tensor, out: Tensor, *, step: int, factor: int) -> None:
         """See :class:`Scheme`. One all-gather of uint8 ``[1, bytes]``, of equal size on all workers."""
         length, k = self.layout.length, self.number_at(step)
         if not length:
             return
-        velocity = self._velocity(buffer)
-        owed = self._owed(buffer if velocity is None else velocity)
+        owed = self._owed(gradient)
         places = self._places(owed, k)
         values = owed[places]
         packed = pack_sparse(places, values, length)
         rows = all_gather(packed.unsqueeze(0), self.layout.axis)
         parts = [unpack_sparse(row, length, k) for row in rows]
         if not all(bool(torch.isfinite(value).all()) for _, value in parts):
-            buffer.fill_(torch.inf)
+            out.fill_(torch.inf)
             return
-        self._add_up(parts, buffer, factor)
+        if self.options.momentum is not None and self.options.masking:
+            gradient[places] = 0  # it is the worker's velocity
+        self._add_up(parts, out, factor)
         if self.worker is not None:
-            owed[places] = values - values.to(
-                torch.float32
-            )  # float64 is rounded on the wire; else this is zero
+            # float64 is rounded on the wire; else this is zero
+            owed[places] = values - values.to(torch.float32)
             self.worker.commit(owed)
-        if self.momentum is not None and velocity is not None:
-            if self.options.masking:
-                velocity[places] = 0
-            self.momentum.commit(velocity)
-
-    def plain(self, buffer: Tensor, op: str) -> None:
-        """See :class:`Scheme`. With momentum, velocities are reduced: the same as momentum in the optimizer."""
-        velocity = self._velocity(buffer)
-        if velocity is None:
-            super().plain(buffer, op)
-            return
-        reduced = all_reduce(velocity.clone(), self.layout.axis, op)
-        buffer.copy_(reduced)
-        if self.momentum is not None and bool(torch.isfinite(reduced).all()):
-            self.momentum.commit(velocity)
-
-    def _velocity(self, buffer: Tensor) -> Tensor | None:
-        """u = m u + g, in fresh memory; ``None`` without momentum."""
-        if self.momentum is None or self.options.momentum is None:
-            return None
-        new = torch.mul(self.momentum.current, self.options.momentum, out=self.momentum.next())
-        return new.add_(buffer)
 
     def _owed(self, gradient: Tensor) -> Tensor:
         """Gradient or velocity, plus what was not sent before: in fresh memory, if that is kept."""
@@ -105,11 +73,11 @@ class Gathering(Scheme):
             magnitudes = (~torch.isfinite(magnitudes)).to(magnitudes.dtype)
         return largest(magnitudes, k)
 
-    def _add_up(self, parts: list[tuple[Tensor, Tensor]], buffer: Tensor, factor: int) -> None:
-        """The mean of the sparse vectors, times ``factor``, into ``buffer``: added in the workers' order."""
+    def _add_up(self, parts: list[tuple[Tensor, Tensor]], out: Tensor, factor: int) -> None:
+        """The mean of the sparse vectors, times ``factor``, into ``out``: added in the workers' order."""
         wide = self.layout.dtype
-        total = buffer.zero_() if buffer.dtype == wide else torch.zeros_like(buffer, dtype=wide)
+        total = out.zero_() if out.dtype == wide else torch.zeros_like(out, dtype=wide)
         for places, values in parts:
             share = values.to(wide).mul_(factor / len(parts))
             total.index_add_(0, places, share)  # the places of one worker are all different: no race
-        buffer.copy_(total)
+        out.copy_(total)

@@ -87,11 +87,11 @@ class LowRank(Scheme):
         """The worker's residual, and each Q."""
         return (self.factors,) if self.worker is None else (self.worker, self.factors)
 
-    def reduce(self, buffer: Tensor, *, step: int, factor: int) -> None:
+    def reduce(self, gradient: Tensor, out: Tensor, *, step: int, factor: int) -> None:
         """See :class:`Scheme`. Two all-reduces (mean) in the dtype of the sums."""
         if not self.layout.length:
             return
-        corrected = self._corrected(buffer)
+        corrected = self._corrected(gradient)
         matrices = [corrected[s.offset : s.end].view(_shape(s)) for s in self.plan.matrices]
         left, rest, fine = self._left(corrected, matrices)
         right = self.factors.next()
@@ -104,17 +104,17 @@ class LowRank(Scheme):
         for segment, matrix, p, q in zip(self.plan.matrices, matrices, left, rights, strict=True):
             product = torch.matmul(p, q.T)
             matrix.sub_(product)
-            buffer[segment.offset : segment.end] = product.mul_(factor).view(-1)
+            out[segment.offset : segment.end] = product.mul_(factor).view(-1)
         for part, mean in zip(self.plan.rest, rest, strict=True):
-            buffer[part] = mean.mul_(factor)
+            out[part] = mean.mul_(factor)
             corrected[part] = 0
-        self._commit(buffer, corrected, right, fine)
+        self._commit(out, corrected, right, fine)
 
-    def _corrected(self, buffer: Tensor) -> Tensor:
+    def _corrected(self, gradient: Tensor) -> Tensor:
         """Gradient + residual, in fresh memory."""
         if self.worker is None:
-            return torch.empty_like(buffer, dtype=self.layout.dtype).copy_(buffer)
-        return torch.add(buffer, self.worker.current, out=self.worker.next())
+            return torch.empty_like(gradient, dtype=self.layout.dtype).copy_(gradient)
+        return torch.add(gradient, self.worker.current, out=self.worker.next())
 
     def _left(self, corrected: Tensor, matrices: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Each P, orthonormal; the mean of each uncompressed range; whether all of them were finite (bool, 0-d)."""
@@ -134,10 +134,10 @@ class LowRank(Scheme):
         ]
         return left, list(flats[len(products) :]), fine
 
-    def _commit(self, buffer: Tensor, corrected: Tensor, right: Tensor, fine: Tensor) -> None:
+    def _commit(self, out: Tensor, corrected: Tensor, right: Tensor, fine: Tensor) -> None:
         """Makes the new residual and factors current; if not ``fine``, infinity is the result and they stay."""
         if fine.device.type != "cpu" or not fine:  # an accelerator is not asked, that would be waiting for it
-            buffer.masked_fill_(~fine, torch.inf)
+            out.masked_fill_(~fine, torch.inf)
             torch.where(fine, right, self.factors.current, out=right)
             if self.worker is not None:
                 torch.where(fine, corrected, self.worker.current, out=corrected)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ..partition import split_sizes
 from .segments import Segment, cut_between
 
-__all__ = ["Compression", "EightBit", "OneBit", "PowerSGD", "TopK", "TwoBit"]
+__all__ = ["Blocks", "Compression", "EightBit", "OneBit", "PowerSGD", "TopK", "TwoBit"]
 
 BLOCK_UNIT = 32
 """Blocks are whole numbers of so many elements: of bytes, that is, in each plane of bits, and of vector registers."""
@@ -42,11 +42,20 @@ class Compression:
     error_feedback: bool = True
     """Whether what was not sent is added to the next step's gradient. Off is for comparison only: it diverges or
     stalls (1-bit SGD, Seide et al. 2014)."""
+    momentum: float | None = None
+    """Velocities instead of gradients are reduced, u = m u + g on each worker; the optimizer then is SGD *without*
+    momentum. It is SGD with momentum all the same, exactly so while steps are plain, and compression disturbs it much
+    less (``velocity.py``). As much memory again as the gradients take. (A parameter that no rank uses in a step is
+    moved by its velocity all the same; torch's optimizer leaves it alone.)"""
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
             raise ValueError(
                 f"warmup: {self.warmup} steps is negative; use 0 to compress from the first step on"
+            )
+        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
+            raise ValueError(
+                f"momentum: {self.momentum} is not in [0, 1); use the optimizer's, 0.9 say, or None"
             )
 
     def cut(self, segments: Sequence[Segment], parts: int, length: int) -> tuple[int, ...]:
@@ -59,7 +68,9 @@ class Compression:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Blocks(Compression):
+class Blocks(Compression):
+    """What the kinds that send bits have in common. Use one of them."""
+
     block: int = 256
     """Elements that share a scale, a multiple of 32. Smaller ones follow the gradient's size more closely, which
     differs from row to row, and cost more: a scale is 2 bytes. Short buffers use smaller blocks, so that every rank
@@ -77,7 +88,7 @@ class _Blocks(Compression):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBit(_Blocks):
+class OneBit(Blocks):
     """Signs with one scale per block, the mean magnitude: 1 + 16 / block bits an element.
 
     After 1-bit SGD (Seide et al. 2014) and 1-bit Adam (Tang et al. 2021), which scales by the root mean square.
@@ -93,7 +104,7 @@ class OneBit(_Blocks):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoBit(_Blocks):
+class TwoBit(Blocks):
     """Signs and one of two magnitudes: 2 + 32 / block bits an element.
 
     A block's elements are large when they exceed its root mean square; large ones are sent as the mean of the large,
@@ -119,7 +130,7 @@ class TwoBit(_Blocks):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EightBit(_Blocks):
+class EightBit(Blocks):
     """Whole multiples of max / 127 per block: 8 + 16 / block bits an element, error at most half a step."""
 
 
@@ -129,14 +140,11 @@ class TopK(Compression):
 
     Values are sent as float32, so that what was sent leaves nothing behind. Everyone gets everyone's elements: what is
     received grows with the number of workers, and a few of them (nodes) are what it is for. With ``momentum`` it
-    is Deep Gradient Compression (Lin et al. 2018); the optimizer then is SGD *without* momentum.
+    is Deep Gradient Compression (Lin et al. 2018): velocities are collected until they are sent, v = v + u.
     """
 
     density: float = 0.01
     """The share of elements sent, in (0, 1]; at least one element is."""
-    momentum: float | None = None
-    """Momentum correction: velocities instead of gradients are collected and sent, u = m u + g, v = v + u. Plain
-    steps then reduce u, which is SGD with momentum exactly."""
     masking: bool = True
     """Momentum factor masking: elements that were sent start again with u = 0, so that stale momentum is not
     sent. Without ``momentum`` it does nothing."""
@@ -149,10 +157,6 @@ class TopK(Compression):
         if not 0.0 < self.density <= 1.0:
             raise ValueError(
                 f"density: {self.density} is not a share in (0, 1]; 0.01 sends one element of 100"
-            )
-        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
-            raise ValueError(
-                f"momentum: {self.momentum} is not in [0, 1); use the optimizer's, 0.9 say, or None"
             )
         if self.momentum is not None and not self.error_feedback:
             raise ValueError(

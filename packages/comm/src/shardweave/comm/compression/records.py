@@ -5,18 +5,25 @@ Work goes chunk by chunk, so that temporary tensors stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .blocks import BlockCodec
+from .blocks import BlockCodec, EightBitCodec, OneBitCodec, TwoBitCodec
 from .grid import Grid
 from .kept import Kept
+from .options import Blocks, EightBit, OneBit, TwoBit
 from .scheme import Layout, Scheme
 from .units import Units
 
 __all__ = ["BlockScheme"]
+
+_CODECS: dict[type[Blocks], type[BlockCodec]] = {
+    OneBit: OneBitCodec,
+    TwoBit: TwoBitCodec,
+    EightBit: EightBitCodec,
+}
 
 _CHUNK = 1 << 17
 """Elements worked on at a time on a CPU: 512 KiB of float32. An accelerator takes all at once."""
@@ -25,19 +32,12 @@ _CHUNK = 1 << 17
 class BlockScheme(Scheme):
     """A scheme that sends records of a block code; still without a word on who sends what to whom."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        codec: Callable[[int, torch.device], BlockCodec],
-        block: int,
-        *,
-        feedback: bool,
-        units: bool,
-    ) -> None:
-        super().__init__(layout, feedback=feedback)
-        self.units = Units(layout) if units and layout.axis.size > 1 else None
-        self.grid = grid = Grid.of(layout.length, layout.axis.size, block)
-        self.codec = codec(grid.block, layout.device)
+    def __init__(self, layout: Layout, options: Blocks) -> None:
+        super().__init__(layout, feedback=options.error_feedback)
+        learns = options.units and options.warmup > 0 and layout.axis.size > 1
+        self.units = Units(layout) if learns else None
+        self.grid = grid = Grid.of(layout.length, layout.axis.size, options.block)
+        self.codec = _CODECS[type(options)](grid.block, layout.device)
         starts = torch.arange(grid.blocks, device=layout.device).mul_(grid.block).unsqueeze(1)
         self._counts = (grid.length - starts).clamp_(1, max(1, grid.block)).to(layout.dtype)
         size = _CHUNK if layout.device.type == "cpu" else layout.length
@@ -67,7 +67,7 @@ class BlockScheme(Scheme):
         """Room for records: uint8 ``[blocks, record]``."""
         return torch.empty(blocks, self.codec.record, dtype=torch.uint8, device=self.layout.device)
 
-    def encode_corrected(self, buffer: Tensor, corrected: Tensor, work: Tensor) -> Tensor:
+    def encode_corrected(self, gradient: Tensor, corrected: Tensor, work: Tensor) -> Tensor:
         """The records of gradient + residual, of all blocks; the sum itself goes to ``corrected``."""
         if self.units is not None:
             self.units.kept.freeze()
@@ -75,7 +75,7 @@ class BlockScheme(Scheme):
         for first, last in self.chunks(self.grid.blocks):
             span = self.grid.span(first, last)
             if self.worker is not None:
-                torch.add(buffer[span], self.worker.current[span], out=corrected[span])
+                torch.add(gradient[span], self.worker.current[span], out=corrected[span])
             self.encode(corrected[span], first, last, records[first:last], work)
         return records
 

@@ -21,18 +21,17 @@ from torch import Tensor
 
 from ..axis import Axis
 from .averaging import Averaging
-from .blocks import EightBitCodec, OneBitCodec, TwoBitCodec
 from .gathering import Gathering
+from .kept import Kept
 from .lowrank import LowRank
-from .options import Compression, EightBit, OneBit, PowerSGD, TopK, TwoBit
+from .options import Blocks, Compression, PowerSGD, TopK
 from .residuals import OWNER, WORKER, Residual, outside
 from .scheme import Layout, Scheme
 from .segments import Segment, check_segments
 from .swapping import Swapping
+from .velocity import Velocity
 
 __all__ = ["CompressedReduction"]
-
-_CODECS = {OneBit: OneBitCodec, TwoBit: TwoBitCodec, EightBit: EightBitCodec}
 
 
 class CompressedReduction:
@@ -47,8 +46,8 @@ class CompressedReduction:
     next step pays).
 
     Memory for n elements and W workers, in 4-byte numbers (8-byte ones for float64): n + n / W for bits (n if W is 2),
-    n for top-k (2 n with momentum), n and the thin matrices for PowerSGD; the same again with ``undoable``, which
-    without it is needed only while reducing.
+    n for top-k, n and the thin matrices for PowerSGD; n more with units, which bits have after a warm-up, and n more
+    with momentum. The same again with ``undoable``, which without it is needed only while reducing; not for units.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class CompressedReduction:
             axis, check_segments(segments, length), length, wide, device or torch.device("cpu"), undoable
         )
         self._scheme = _scheme(options, self._layout)
+        self._velocity = None if options.momentum is None else Velocity(self._layout, options.momentum)
 
     def reduce(self, buffer: Tensor, op: str = "mean") -> Tensor:
         """Reduces ``buffer`` over the axis **in place** and returns it; collective.
@@ -89,14 +89,29 @@ class CompressedReduction:
         """
         self._check(buffer, op)
         data = buffer.detach()
-        if self.axis.size == 1:
-            self._scheme.pay(data)
-        if self.axis.size == 1 or self.steps < self.options.warmup:
-            self._scheme.plain(data, op)
-        else:
+        velocity = self._velocity
+        sent = data if velocity is None else velocity.advance(data)
+        if self.compresses:
             factor = self.axis.size if op == "sum" else 1
-            self._scheme.reduce(data, step=self.steps - self.options.warmup, factor=factor)
+            self._scheme.reduce(sent, data, step=self.steps - self.options.warmup, factor=factor)
+        else:
+            self._plain(sent, data, op)
+        if velocity is not None:
+            velocity.keep(data)
         return buffer
+
+    def _plain(self, sent: Tensor, out: Tensor, op: str) -> None:
+        """Reduces ``sent`` without compression into ``out``; a lone worker pays what it owes."""
+        if sent is not out:
+            out.copy_(sent)
+        if self.axis.size == 1:
+            self._scheme.pay(out)
+        self._scheme.plain(out, op)
+
+    @property
+    def _kept(self) -> tuple[Kept, ...]:
+        """All that is kept from step to step."""
+        return self._scheme.kept if self._velocity is None else (*self._scheme.kept, self._velocity.kept)
 
     @property
     def compresses(self) -> bool:
@@ -109,9 +124,11 @@ class CompressedReduction:
         self.settle()
 
     def settle(self) -> None:
-        """What was reduced so far stands: :meth:`undo` does not go behind it."""
-        for kept in self._scheme.kept:
+        """What was reduced so far stands: :meth:`undo` does not go behind it, and a new step begins."""
+        for kept in self._kept:
             kept.settle()
+        if self._velocity is not None:
+            self._velocity.begin_step()
 
     def undo(self) -> None:
         """Takes back what :meth:`reduce` did to residuals, velocities and factors since :meth:`settle`, bit for bit.
@@ -123,12 +140,14 @@ class CompressedReduction:
                 "undo of a CompressedReduction with undoable=False, which does not keep the residuals of the step "
                 "before; build it with undoable=True (the same memory again), or do not skip steps"
             )
-        for kept in self._scheme.kept:
+        for kept in self._kept:
             kept.undo()
+        if self._velocity is not None:
+            self._velocity.begin_step()
 
     def rescale(self, factor: float) -> None:
         """Multiplies residuals and velocities: by b / a when the loss scale changes from a to b."""
-        for kept in self._scheme.kept:
+        for kept in self._kept:
             kept.rescale(factor)
 
     def residuals(self) -> Iterator[Residual]:
@@ -137,12 +156,12 @@ class CompressedReduction:
         ``worker`` and ``momentum`` are of this worker, ``owner`` of the elements this rank averages; ``factor`` is
         equal on all workers. [Note: What is owed] in ``residuals.py`` says what they mean together.
         """
-        for kept in self._scheme.kept:
+        for kept in self._kept:
             yield from kept.pieces()
 
     def places(self) -> Iterator[tuple[str, str, int, int]]:
         """(kind, name, begin, elements) of all that this rank may come to keep, whether or not there is some yet."""
-        for kept in self._scheme.kept:
+        for kept in self._kept:
             for segment in kept.segments:
                 yield kept.kind, segment.name, segment.begin, segment.size
 
@@ -185,7 +204,7 @@ class CompressedReduction:
     def _load(self, pieces: Iterable[Residual], share: int) -> None:
         """``share``: how much of an owner's residual without an owner here is added to this worker's."""
         pieces = list(pieces)
-        kept = {kept.kind: kept for kept in self._scheme.kept}
+        kept = {kept.kind: kept for kept in self._kept}
         if WORKER not in kept and any(piece.kind in (WORKER, OWNER) for piece in pieces):
             raise ValueError(
                 "there are residuals to load, but error_feedback: false keeps none, and what is owed would be "
@@ -221,15 +240,8 @@ class CompressedReduction:
 def _scheme(options: Compression, layout: Layout) -> Scheme:
     """How a kind of compression is carried out."""
     match options:
-        case OneBit() | TwoBit() | EightBit():
-            blocks = Swapping if layout.axis.size == 2 else Averaging
-            return blocks(
-                layout,
-                _CODECS[type(options)],
-                options.block,
-                feedback=options.error_feedback,
-                units=options.units and options.warmup > 0,
-            )
+        case Blocks():
+            return Swapping(layout, options) if layout.axis.size == 2 else Averaging(layout, options)
         case TopK():
             return Gathering(layout, options)
         case PowerSGD():

@@ -64,11 +64,12 @@ class Scheme(ABC):
         return () if self.worker is None else (self.worker,)
 
     @abstractmethod
-    def reduce(self, buffer: Tensor, *, step: int, factor: int) -> None:
-        """The compressed mean over the workers, times ``factor``, **in place**; collective.
+    def reduce(self, gradient: Tensor, out: Tensor, *, step: int, factor: int) -> None:
+        """The compressed mean of ``gradient`` over the workers, times ``factor``; collective.
 
-        ``step``: compressed steps before this one. A bucket or block that holds an infinity or a NaN on any worker is
-        infinite on all of them, and what is kept for it does not change.
+        ``gradient``: 1-D, of ``out``'s dtype or the layout's. ``out``: where the mean goes; it may be ``gradient``
+        itself. ``step``: compressed steps before this one. A bucket or block that holds an infinity or a NaN on any
+        worker is infinite on all of them, and what is kept for it does not change.
         """
 
     def plain(self, buffer: Tensor, op: str) -> None:

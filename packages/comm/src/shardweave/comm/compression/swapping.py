@@ -28,13 +28,13 @@ __all__ = ["Swapping"]
 class Swapping(BlockScheme):
     """All-gather of the records of two workers."""
 
-    def reduce(self, buffer: Tensor, *, step: int, factor: int) -> None:
+    def reduce(self, gradient: Tensor, out: Tensor, *, step: int, factor: int) -> None:
         """See :class:`Scheme`. One all-gather of uint8 ``[2, blocks, record]``."""
         if not self.grid.length:
             return
         worker, work = self.worker, self.work_space()
-        corrected = buffer if worker is None else worker.next()
-        sent = self.encode_corrected(buffer, corrected, work)
+        corrected = gradient if worker is None else worker.next()
+        sent = self.encode_corrected(gradient, corrected, work)
         theirs = all_gather(sent.unsqueeze(0), self.layout.axis)[1 - self.layout.axis.rank]
         for first, last in self.chunks(self.grid.blocks):
             span = self.grid.span(first, last)
@@ -49,6 +49,6 @@ class Swapping(BlockScheme):
                 result.masked_fill_(broken, torch.inf)
                 if worker is not None:
                     torch.where(broken, worker.current[span], corrected[span], out=corrected[span])
-            buffer[span] = result
+            out[span] = result
         if worker is not None:
             worker.commit(corrected)
