@@ -77,6 +77,12 @@ def discover() -> dict[str, tuple[str, ...]]:
 REQUIRES = discover()
 
 
+def test_requirements(package: str) -> list[str]:
+    """What only the package's tests import: the group `test` of its pyproject.toml."""
+    table = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8"))
+    return list(table.get("dependency-groups", {}).get("test", []))
+
+
 def closure(package: str) -> list[str]:
     """The package and what it stands on, lowest first."""
     below = [lower for required in REQUIRES[package] for lower in closure(required)]
@@ -155,7 +161,7 @@ def tests(session: nox.Session, package: str) -> None:
         install(session, PACKAGES, "import-linter")
         run_pytest(session, "integration_tests")
     else:
-        install(session, closure(package))
+        install(session, closure(package), *test_requirements(package))
         run_pytest(session, f"packages/{package}/tests")
 
 
@@ -237,6 +243,7 @@ def lattice(session: nox.Session) -> None:
     session.run("python", "-m", "integration_tests.lattice", *session.posargs, env=ENVIRONMENT)
     if not session.posargs:
         session.run("python", "-m", "integration_tests.every_layout", env=ENVIRONMENT)
+        session.run("python", "-m", "packages.zero.tests.test_matrix", env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")
@@ -267,7 +274,8 @@ def dev(session: nox.Session) -> None:
         "mkdocs-material",
         "mkdocstrings[python]",
     )
-    session.run(*pip, *BASE_REQUIREMENTS, *tools, env=ENVIRONMENT, external=True)
+    tested_with = [requirement for package in PACKAGES for requirement in test_requirements(package)]
+    session.run(*pip, *BASE_REQUIREMENTS, *tools, *tested_with, env=ENVIRONMENT, external=True)
     editable = [f"-e./packages/{package}" for package in PACKAGES]
     session.run(*pip, *editable, env=ENVIRONMENT, external=True)
     session.log(f"ready: source {environment}/bin/activate && shardweave --help")

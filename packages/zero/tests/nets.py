@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Net", "assert_equal", "batch", "loss_of", "model", "one_process"]
+from shardweave.comm import Axis
+from shardweave.zero import ZeroOptimizer
+
+__all__ = ["STAGES", "Net", "assert_equal", "batch", "loss_of", "make_optimizer", "model", "one_process"]
+
+STAGES = (0, 1, 2)
+"""Every stage there is."""
 
 
 class Net(nn.Module):
@@ -45,6 +51,18 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     """A mean over the batch, as usual."""
     loss: Tensor = (net(x) ** 2).mean()
     return loss
+
+
+def make_optimizer(
+    module: nn.Module, kind: type[torch.optim.Optimizer], *, stage: int, data: Axis, **options: Any
+) -> ZeroOptimizer:
+    """The optimizer of a module, at any stage; ``params`` among the options: groups in place of all parameters."""
+    params = options.pop("params", None)
+    if stage > 2:
+        options["module"] = module
+    return ZeroOptimizer(
+        module.named_parameters() if params is None else params, kind, stage=stage, data=data, **options
+    )
 
 
 def one_process(
