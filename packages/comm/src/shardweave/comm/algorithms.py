@@ -62,6 +62,9 @@ _GATHER, _SCATTER, _BROADCAST, _DOUBLE = range(4)
 _SMALL = 1 << 20
 """All-reduces whose gathered parts together take fewer bytes than this are gathered and added."""
 
+_PIECE = 1 << 16
+"""Elements that are converted at once to be added up."""
+
 _RING_RANKS = 4
 """Up to this many ranks gloo's own ring all-reduce is at least as fast as the composed one, and gathering
 as fast as doubling: 16 KiB over 8 ranks on 2 cores take 9.8 ms gathered and 5.2 ms doubled."""
@@ -162,13 +165,38 @@ def combine(parts: Tensor, out: Tensor, op: str) -> None:
         torch.amax(parts, 0, out=out)
     elif op == "min":
         torch.amin(parts, 0, out=out)
-    elif _narrow(parts):
-        total = torch.sum(parts, 0, dtype=torch.promote_types(out.dtype, torch.float32))
-        out.copy_(total.div_(parts.shape[0]) if op == "mean" else total)
+    elif _converted(parts.dtype, out.dtype):
+        _add_converted(parts.unbind(0), out, op)
     else:
         torch.sum(parts, 0, dtype=out.dtype, out=out)
         if op == "mean":
             out.div_(parts.shape[0])
+
+
+def _converted(given: torch.dtype, result: torch.dtype) -> bool:
+    """Whether whoever adds up has to convert: to another format than one of the two."""
+    return {given, result} != {_wide(given, result)}
+
+
+def _wide(given: torch.dtype, result: torch.dtype) -> torch.dtype:
+    """The format that sums are taken in: of floats the widest of the two and float32."""
+    if not given.is_floating_point:
+        return result
+    return torch.promote_types(torch.promote_types(given, result), torch.float32)
+
+
+def _add_converted(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """The sum or mean, taken in :func:`_wide` format and rounded once; ``out`` may be one of the ``parts``.
+
+    In pieces that fit into a cache: twice as fast as converting everything at once, and that would take several times
+    the memory of what was received.
+    """
+    wide = _wide(parts[0].dtype, out.dtype)
+    for *pieces, result in zip(*(tensor.view(-1).split(_PIECE) for tensor in (*parts, out)), strict=True):
+        total = pieces[0].to(wide, copy=True)
+        for piece in pieces[1:]:
+            total.add_(piece)
+        result.copy_(total.div_(len(parts)) if op == "mean" else total)
 
 
 def reduce_scatter(
@@ -328,14 +356,12 @@ def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: Sent, 
     works = post(axis, [operation for operation in operations if operation[1].numel()])
 
     def finish() -> None:
-        if mine.dtype == out.dtype and not _narrow(mine):
+        if _converted(mine.dtype, out.dtype):
+            _add_converted((mine, theirs), out, op)
+        else:
             torch.add(mine, theirs, out=out)
             if op == "mean":
                 out.div_(2)
-        else:
-            wide = torch.promote_types(out.dtype, torch.float32) if _narrow(mine) else out.dtype
-            total = mine.to(wide) + theirs.to(wide)
-            out.copy_(total.div_(2) if op == "mean" else total)
 
     return Steps(works, sent, finish)
 

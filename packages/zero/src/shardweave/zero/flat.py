@@ -40,13 +40,12 @@ class FlatParameters:
         """A buffer of the unit's length, seen parameter by parameter, in the parameters' shapes."""
         return self.plan.layout.views(buffer)
 
-    def shard(self, position: int) -> Tensor:
-        """The part of the buffer that belongs to a position on the data axis."""
-        start, stop = self.plan.shard_range(position)
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the buffer, as a view: what a rank updates of them."""
         return self.buffer[start:stop]
 
-    def convert(self, dtype: torch.dtype) -> None:
-        """Changes the parameters' format; gradients of any format may be put into their ``.grad``."""
+    def settle(self, dtype: torch.dtype) -> None:
+        """Changes the parameters' format for good; gradients of any format may be put into their ``.grad``."""
         if dtype != self.buffer.dtype:
             self.buffer = self.buffer.to(dtype)
             self._attach()
@@ -96,7 +95,7 @@ def memory_runs(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> lis
     """
     by_storage: dict[int, list[int]] = {}
     for index, parameter in enumerate(parameters):
-        if parameter.numel():
+        if parameter.numel() and not parameter.is_meta:
             by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(index)
     runs: list[tuple[int, int] | None] = [None] * len(parameters)
     for indices in by_storage.values():

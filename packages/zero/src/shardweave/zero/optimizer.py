@@ -49,7 +49,7 @@ from .compression import (
 from .groups import listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
-from .norm import NormRanges, clip_coefficient, describe_broken, scale_gradients
+from .norm import NormRanges, clip_coefficient, describe_broken
 from .offload import Offload
 from .options import Options
 from .precision import Formats, MixedPrecision
@@ -194,11 +194,10 @@ class ZeroOptimizer(Optimizer):
             broken = summary.broken or not bool(torch.isfinite(summary.norm))
             self.step_skipped = self._decide(broken)
             if not self.step_skipped:
-                # One multiplication clips and takes the loss scale out.
-                scale_gradients(self._units, clip_coefficient(self.grad_norm, self._options.clip) / scale)
                 if summary.missing:
                     agree_on_present(self._units, self._data)
-                self._update()
+                # One multiplication clips and takes the loss scale out.
+                self._update(clip_coefficient(self.grad_norm, self._options.clip) / scale)
                 applied = True
             self.step_backed_off = broken and self._scaler.can_back_off
             self._scaler.move(overflow=broken)
@@ -299,7 +298,7 @@ class ZeroOptimizer(Optimizer):
                 part = None
                 if gradient is not None and piece.slot in unit.present:
                     part = gradient[piece.start : piece.stop]
-                    part = part if scale == 1.0 else part / scale
+                    part = part if scale == 1.0 else part.to(unit.formats.masters) / scale
                 yield ShardPiece(
                     name=unit.names[piece.slot],
                     parameter=piece.parameter,
@@ -491,12 +490,12 @@ class ZeroOptimizer(Optimizer):
         self.skipped += 1
         return True
 
-    def _update(self) -> None:
+    def _update(self, factor: float) -> None:
         """Unit by unit, so that a unit's all-gather travels while the next one is updated, and the temporary
         tensors of torch's implementation are as large as one unit's shard."""
         pending = []
         for unit in self._units:
-            unit.step(self.param_groups)
+            unit.step(self.param_groups, factor)
             pending.append(unit.start_all_gather())
         for gather in pending:
             if gather is not None:

@@ -8,7 +8,7 @@ back.
 ::
 
     parameters   what the module computes with            as the module has it
-    gradients    adding up micro-batches                  float32, or the parameters' own where wider
+    gradients    adding up micro-batches; what is reduced float32, or the parameters' own where wider
     reduction    on the wire between data ranks           as gradients
     masters      the copy that the optimizer updates      float32, or the parameters' own where wider
 
@@ -46,14 +46,16 @@ class MixedPrecision:
     """Formats of parameters, gradients, wire and master copy. ``None`` takes the default named below.
 
     With fp32 or fp64 parameters and no field set, everything stays in the parameters' format and no copy is
-    made. Sums over ranks are taken in ``masters`` format, whatever the wire carries, and rounded once.
+    made. Sums over the ranks of an axis are taken in float32 or wider, whatever the wire carries, and rounded once, to
+    ``gradients``; so are norms. A step converts a unit's reduced gradients to ``masters`` before it clips and updates.
     """
 
     parameters: torch.dtype | None = None
     """What the module computes with. Given, the optimizer converts the parameters when it is built (masters
     are taken before that, so they keep the bits that conversion drops). Default: as they are."""
     gradients: torch.dtype | None = None
-    """In which micro-batches are added up. Default: float32 for narrower parameters, else theirs."""
+    """In which micro-batches are added up and gradients are kept, reduced or not. Default: float32 for narrower
+    parameters, else theirs. With bf16 they take half as much, and stop counting at 256 micro-batches."""
     reduction: torch.dtype | None = None
     """What travels between data ranks. Default: as ``gradients``."""
     masters: torch.dtype | None = None

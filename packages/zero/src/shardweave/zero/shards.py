@@ -80,8 +80,9 @@ class ShardPiece:
     values: Tensor
     """1-D, in the masters' format; the memory that the optimizer updates, not a copy."""
     gradient: Tensor | None
-    """1-D, in the masters' format: reduced over all ranks, before clipping, without the loss scale; ``None`` when there
-    is none now. The memory that the step reads; with a loss scale, a quotient made for whoever looks."""
+    """1-D, in the gradients' format: reduced over all ranks, before clipping, without the loss scale; ``None`` when
+    there is none now. The memory that the step reads; with a loss scale, a quotient in the masters' format, made for
+    whoever looks."""
     state: dict[str, Any]
     """The optimizer's own state of these elements (``exp_avg``, ``step``, ...), not a copy; empty before the
     first step."""
@@ -102,15 +103,15 @@ class Shard:
         self._flat = flat
         start, stop = (0, flat.plan.length) if position is None else flat.plan.shard_range(position)
         self.start, self.stop = start, stop
-        range_ = flat.buffer[start:stop]
+        range_ = flat.part(start, stop)
         self.values = range_.to(formats.masters, copy=True) if formats.has_masters else range_
         self.gradient: Tensor | None = None
-        """Reduced over the data axis and all partial axes, in ``formats.masters``."""
+        """Reduced over the data axis and all partial axes, in ``formats.gradients``."""
         self.pieces = tuple(self._cut())
 
     def published(self) -> Tensor:
         """This rank's part of the parameters' buffer."""
-        return self._flat.buffer[self.start : self.stop]
+        return self._flat.part(self.start, self.stop)
 
     def publish(self) -> None:
         """Rounds the masters into this rank's part of the parameters, if there are masters."""

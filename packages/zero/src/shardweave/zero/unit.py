@@ -5,8 +5,18 @@
                      stage 0           stage 1            stage 2               (stage 3)
     parameters       whole             whole              whole                 shard; whole while in use
     gradients        whole             whole, kept        whole while arriving  whole while arriving
-    reduced          = gradients       shard              shard                 shard
+    reduced          = gradients       part of gradients  shard                 shard
     masters, moments whole             shard              shard                 shard
+
+[Note: Reduced in place]
+    A reduction's result is written when everything was sent, and then this rank's part of what it read is of no use any
+    more. So where the whole buffer outlives the reduction (stages 0 and 1) the result goes to that part, and a reduced
+    gradient needs no memory of its own. It has to make room before the buffer collects gradients again, which happens
+    only when more arrive before the step, see [Note: Late gradients] in ``shardweave.comm.buckets.order``.
+
+[Note: Reduced gradients keep their format]
+    The update is computed in the masters' format, and torch's optimizers want the gradient in it. A copy of all of them
+    would cost as much again as 16-bit gradients save; a step copies one unit's at a time.
 """
 
 from __future__ import annotations
@@ -32,6 +42,7 @@ from shardweave.comm import (
 )
 
 from .flat import FlatParameters
+from .gathered import GatheredParameters
 from .options import Options
 from .precision import Formats
 from .shards import Piece, Shard, settings
@@ -62,9 +73,9 @@ class Unit:
         self.plan, self.flat, self.names, self.formats = plan, flat, tuple(names), formats
         self.sharded = options.stage > 0 and shard_axis.size > 1
         if not formats.has_masters:
-            flat.convert(formats.parameters)  # the shard is then a view of the converted buffer
+            flat.settle(formats.parameters)  # the shard is then a part of the converted buffer
         self.shard = Shard(flat, shard_axis.rank if self.sharded else None, formats)
-        flat.convert(formats.parameters)
+        flat.settle(formats.parameters)
         self._axis, self._shard_axis, self._op = axis, shard_axis, options.reduction
         self._frees = options.stage >= 2
         self.local = BucketMemory(
@@ -73,6 +84,7 @@ class Unit:
             dtype=formats.gradients,
             device=plan.key.device,
             keep=not self._frees,
+            reopened=self._make_room,
         )
         self.optimizer = make_optimizer(self.shard.pieces)
         self.present: set[int] = set()
@@ -80,7 +92,6 @@ class Unit:
         self.compressed = self._compression(options.compression)
         """How its gradients are sent, where they are compressed."""
         self._incoming: Tensor | None = None
-        self._spare: Tensor | None = None
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -105,16 +116,18 @@ class Unit:
         if not self.sharded:
             return buffer, start_all_reduce(wire, self._axis, self._op)
         if self._shard_axis == self._axis:
-            return buffer, start_reduce_scatter(wire, self._axis, out=self._out(), op=self._op)
-        return buffer, start_reduce_to_shard(wire, self._axis, out=self._out(), op=self._op)
+            return buffer, start_reduce_scatter(wire, self._axis, out=self._out(buffer), op=self._op)
+        return buffer, start_reduce_to_shard(wire, self._axis, out=self._out(buffer), op=self._op)
 
     def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
         """Waits for a reduction and adds its result to what came before."""
         result = pending.wait()
         if self.compressed is not None:  # reduced everywhere, in place
-            result = self._out().copy_(buffer[self.shard.start : self.shard.stop]) if self.sharded else buffer
-        result = result.to(self.formats.masters)
-        if result is not buffer:
+            part = self._part(buffer)
+            result = part.clone() if self.sharded and self._frees else part
+        elif not self.sharded and result is not buffer:  # it travelled in another format
+            result = buffer.copy_(result)
+        if self.sharded:
             self.local.give_back(buffer)
         if self._incoming is None:
             self._incoming = result
@@ -144,17 +157,20 @@ class Unit:
         self.shard.gradient = self._incoming = None
 
     def _recycle(self, reduced: Tensor) -> None:
-        """A reduced gradient is not needed any more: its memory serves the next one, or is freed."""
-        if self.sharded:
-            self._spare = None if self._frees else reduced
-        elif reduced.dtype == self.formats.gradients:
+        """A reduced gradient is not needed any more: a whole one is the buffer that collects the next."""
+        if not self.sharded:
             self.local.give_back(reduced)
 
-    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Updates the shard with torch's optimizer, under the present settings of the user's groups."""
-        gradient = self.shard.gradient
-        if gradient is None or not self.shard.pieces:
+    def step(self, groups: Sequence[Mapping[str, Any]], factor: float = 1.0) -> None:
+        """Updates the shard with torch's optimizer, under the present settings of the user's groups.
+
+        ``factor``: what the gradient is multiplied by before, in the masters' format.
+        """
+        if self.shard.gradient is None or not self.shard.pieces:
             return
+        gradient = self.shard.gradient.to(self.formats.masters)  # See [Note: Reduced gradients keep their format]
+        if factor != 1.0:
+            gradient.mul_(factor)
         for own, users in zip(self.optimizer.param_groups, groups, strict=True):
             own.update(settings(users))
         for piece in self.shard.pieces:
@@ -167,14 +183,26 @@ class Unit:
     def start_all_gather(self) -> Pending[Tensor] | None:
         """Puts the updated values into the parameters and, where they are sharded, launches the all-gather."""
         self.shard.publish()
-        if not self.sharded or not self.plan.length:
-            return None
+        if not self.sharded or not self.plan.length or isinstance(self.flat, GatheredParameters):
+            return None  # at stage 3 whoever uses them gathers them
         return start_all_gather(self.shard.published(), self._shard_axis, out=self.flat.buffer)
 
-    def _out(self) -> Tensor:
-        """Where a reduced shard goes."""
-        out, self._spare = self._spare, None
-        return torch.empty_like(self.shard.values) if out is None else out
+    def _part(self, buffer: Tensor) -> Tensor:
+        """This rank's part of a whole buffer."""
+        return buffer[self.shard.start : self.shard.stop]
+
+    def _out(self, buffer: Tensor) -> Tensor:
+        """Where the shard of a reduction that reads ``buffer`` goes. See [Note: Reduced in place]."""
+        part = self._part(buffer)
+        return torch.empty_like(part) if self._frees else part
+
+    def _make_room(self, buffer: Tensor) -> None:
+        """More gradients come into a buffer of which a part is a reduced one."""
+        inside = buffer.untyped_storage().data_ptr()
+        if self.shard.gradient is not None and self.shard.gradient.untyped_storage().data_ptr() == inside:
+            self.shard.gradient = self.shard.gradient.clone()
+        if self._incoming is not None and self._incoming.untyped_storage().data_ptr() == inside:
+            self._incoming = self._incoming.clone()
 
     def _compression(self, options: Compression | None) -> BackgroundReduction | None:
         if options is None or self._axis.size == 1 or not self.plan.numel:

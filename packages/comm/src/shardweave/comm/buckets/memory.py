@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ class BucketMemory:
     """The buffer that the gradients of one bucket are collected in.
 
     ``parameters``: in the order of the layout. ``dtype``: the format their gradients are added up in. ``keep``: whether
-    a buffer that was given back is kept for the next step or its memory is freed.
+    a buffer that was given back is kept for the next step or its memory is freed. ``reopened``: called with a kept one
+    before it collects gradients again, for an owner who still reads a part of it.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class BucketMemory:
         dtype: torch.dtype,
         device: torch.device,
         keep: bool,
+        reopened: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self.layout = layout
         self._dtype, self._device = dtype, device
-        self._keep = keep
+        self._keep, self._reopened = keep, reopened
         self._buffer: Tensor | None = None
         self._spare: Tensor | None = None
         self._views: list[Tensor] = []
@@ -124,5 +126,7 @@ class BucketMemory:
             if self._buffer is None:
                 self._buffer = torch.empty(self.layout.length, dtype=self._dtype, device=self._device)
                 self._buffer[self.layout.numel :].zero_()
+            elif self._reopened is not None:
+                self._reopened(self._buffer)
             self._views = self.layout.views(self._buffer)
         return self._views
