@@ -57,6 +57,11 @@ class GradientWork:
         """Whether a gradient that arrived by now would be final."""
         return not self._held and not self._deferred
 
+    @property
+    def deferred(self) -> bool:
+        """Whether a summand of the gradient is still to be computed."""
+        return self._deferred > 0
+
     def hold(self) -> None:
         """More micro-batches follow: what arrives is not final. Counted; each needs a :meth:`release`."""
         self._held += 1

@@ -94,6 +94,15 @@ class GatheredParameters(FlatParameters):
         touched, self._touched = sorted(self._touched), set()
         return touched
 
+    def check_in_place(self, names: Sequence[str]) -> None:
+        """See :meth:`FlatParameters.check_in_place`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().check_in_place(names)
+
+    def _address(self, parameter: Tensor) -> int:
+        """Its storage: the memory in it comes and goes."""
+        return int(parameter.untyped_storage()._cdata)
+
     def shares(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the buffer."""
         return bool(tensor.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata)

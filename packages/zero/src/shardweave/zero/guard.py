@@ -1,0 +1,240 @@
+"""Parameters that may be released: whoever touches one finds its values there.
+
+Between the moments at which a module needs it, a unit's memory is gone, and its parameters keep their shape and nothing
+else. Reading such a tensor would be a crash, or worse a number. Hooks on modules cannot prevent that: parameters are
+read by other modules (tied weights), by penalties in the loss, by layers that are called twice, and again in the
+backward pass, in an order that nobody announces. So the parameter itself watches: its class has a
+``__torch_function__`` through which torch sends every function that gets it as an argument::
+
+    F.linear(x, weight)      1. weight's unit is gathered, unless it is there
+                             2. the function runs, on a plain tensor as always
+                             3. the result's autograd node will ask for the unit again before it runs backward
+    weight.detach()          the result is a view of the same memory, so it watches as well
+    weight.shape, .grad, ... need no values, and gather nothing
+
+It costs microseconds per use. An embedding's node, which does not read its weight, does not ask.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GuardedParameter", "Resident", "guard", "unguard"]
+
+_ATTRIBUTE = "_shardweave_resident"
+
+
+class Resident(Protocol):
+    """What a guarded tensor's memory belongs to."""
+
+    def use(self, along: Sequence[Resident]) -> None:
+        """The values are needed now, together with those ``along``."""
+        ...
+
+    def use_in_backward(self) -> None:
+        """The values are needed by an autograd node that is about to run."""
+        ...
+
+    def touch(self) -> None:
+        """Somebody writes to the values by a way that moves no parameter's version."""
+        ...
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in the same memory."""
+        ...
+
+
+class GuardedParameter(nn.Parameter):
+    """An ``nn.Parameter`` whose memory comes and goes. Made by :func:`guard`, in place."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _watched(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own, with the values and without a guard."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Without its values: they may not be here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                f"Parameter(sharded, {tuple(self.shape)}, {self.dtype}, requires_grad={self.requires_grad})"
+            )
+
+
+class _GuardedView(Tensor):
+    """Some of a guarded parameter's memory: ``detach()``, ``.data``, a transpose."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _watched(func, args, kwargs or {})
+
+
+def guard(parameter: nn.Parameter, resident: Resident) -> None:
+    """From now on ``resident`` is asked before anybody uses the parameter's values."""
+    setattr(parameter, _ATTRIBUTE, weakref.ref(resident))
+    parameter.__class__ = GuardedParameter
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """A plain parameter again, while its values are there for certain."""
+    parameter.__class__ = nn.Parameter
+
+
+def _getters(*names: str) -> Iterator[Any]:
+    for name in names:
+        descriptor = getattr(Tensor, name, None)
+        if descriptor is not None:
+            yield descriptor.__get__
+            if hasattr(descriptor, "__set__"):
+                yield descriptor.__set__
+
+
+_WITHOUT_VALUES = frozenset(
+    [
+        *_getters(
+            *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name"),
+            *(
+                "is_cpu",
+                "is_cuda",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "is_mkldnn",
+                "is_nested",
+                "is_mps",
+            ),
+            *("is_xpu", "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr"),
+            *("grad", "grad_fn", "grad_dtype", "requires_grad", "is_leaf", "retains_grad", "output_nr"),
+            *("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_grad_fn"),
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in (
+                *(
+                    "size",
+                    "dim",
+                    "ndimension",
+                    "numel",
+                    "nelement",
+                    "stride",
+                    "storage_offset",
+                    "element_size",
+                ),
+                *(
+                    "is_contiguous",
+                    "is_floating_point",
+                    "is_complex",
+                    "is_signed",
+                    "is_inference",
+                    "get_device",
+                ),
+                *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+                *("untyped_storage", "__hash__", "__len__", "is_pinned", "is_shared", "_is_view"),
+            )
+            if hasattr(Tensor, name)
+        ),
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_tensor,
+    ]
+)
+"""What tells something of a tensor without reading its values."""
+
+_BLIND_NODE = "EmbeddingBackward0"
+"""Does not read the weight in the backward pass. (Many others do not either, but may stand for others behind them:
+``F.linear`` ends with a view of a product.)"""
+
+
+def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if func in _WITHOUT_VALUES:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    residents = _residents(args, kwargs)
+    for resident in residents:
+        resident.use(residents)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        _note_writes(func, args, kwargs)
+        for tensor in _tensors(result):
+            for resident in residents:
+                _watch(tensor, resident)
+    return result
+
+
+def _watch(tensor: Tensor, resident: Resident) -> None:
+    """Has the backward pass through ``tensor`` ask for the unit, and whoever uses it if it is a view."""
+    if isinstance(tensor, GuardedParameter):
+        return  # the result of an operation in place
+    if type(tensor) is Tensor and resident.shares(tensor):
+        tensor.__class__ = (
+            _GuardedView  # a view: whoever uses it will be watched, and it reads nothing itself
+        )
+        setattr(tensor, _ATTRIBUTE, weakref.ref(resident))
+        return
+    node = tensor.grad_fn
+    if node is not None and node.name() != _BLIND_NODE:
+        asked = weakref.ref(resident)
+
+        def ask(gradients: Any) -> None:
+            alive = asked()
+            if alive is not None:
+                alive.use_in_backward()
+
+        node.register_prehook(ask)
+
+
+def _note_writes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    """Writing to ``parameter.data`` or to another view moves no version of the parameter."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
+        "__setitem__",
+        "__iadd__",
+        "__imul__",
+    )
+    targets = [args[0]] if in_place and args else []
+    targets += list(_tensors(kwargs.get("out")))
+    for target in targets:
+        if isinstance(target, _GuardedView):
+            for resident in _residents((target,), {}):
+                resident.touch()
+
+
+def _residents(args: Any, kwargs: dict[str, Any]) -> list[Resident]:
+    found: dict[int, Resident] = {}
+    for tensor in _tensors((args, kwargs)):
+        if isinstance(tensor, (GuardedParameter, _GuardedView)):
+            reference = getattr(tensor, _ATTRIBUTE, None)
+            resident = None if reference is None else reference()
+            if resident is not None:
+                found[id(resident)] = resident
+    return list(found.values())
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

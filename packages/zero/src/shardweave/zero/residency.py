@@ -1,0 +1,370 @@
+"""When a unit's parameters are gathered, and when they are released (ZeRO stage 3).
+
+A unit is *in use* while a module that owns it runs forward, and in a backward pass from the first node that reads it
+until all its gradients have arrived (deferred weight-gradients too). It is gathered when a use begins, unless it was
+gathered ahead, and released when the last one ends::
+
+    forward      gather 0 | run 0        run 1        run 2             the order of uses is noted: the unit that
+                          | gather 1     gather 2                       followed last time is gathered ahead
+    backward     gather 2 | run 2        run 1        run 0
+                          | gather 1     gather 0
+
+What is gathered and not in use is *idle*: gathered ahead, kept, or used outside of any module that owns it. When
+``max_live`` is reached, idle units are released, those unused for longest first, before anything is gathered.
+
+[Note: One order]
+    Gathering is collective, so all ranks have to begin uses in the same order; that order may change from step to step.
+    What is gathered ahead, kept and released follows from the order alone. A digest of it is compared in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from zlib import crc32
+
+import torch
+
+from shardweave.comm import gradient_work
+
+from .gathered import GatheredParameters
+from .guard import Resident, guard, unguard
+from .options import Gathering
+
+__all__ = ["Member", "Residency"]
+
+
+class Member:
+    """One unit of a :class:`Residency`, with its state; what its guarded parameters ask."""
+
+    def __init__(self, number: int, flat: GatheredParameters, label: str, residency: Residency) -> None:
+        self.number, self.flat, self.label = number, flat, label
+        self.users = 0
+        """Forward passes, and contexts, that use it now."""
+        self.task: int | None = None
+        """The backward pass that uses it."""
+        self.arrived: set[int] = set()
+        """Slots whose gradients arrived in it."""
+        self.trained = 0
+        """How many there are to be."""
+        self.used_at = 0
+        self._residency = residency
+
+    @property
+    def size(self) -> int:
+        """Elements of its buffer."""
+        return self.flat.plan.length
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its values are there and have to stay."""
+        return self.users > 0 or self.task is not None
+
+    @property
+    def owed(self) -> bool:
+        """Whether weight gradients were put off and are still to be computed."""
+        return any(gradient_work(parameter).deferred for parameter in self.flat.parameters)
+
+    def use(self, along: Sequence[Resident]) -> None:
+        """See :class:`~.guard.Resident`."""
+        if not self.in_use:
+            self._residency.use(self, along)
+
+    def use_in_backward(self) -> None:
+        """See :class:`~.guard.Resident`."""
+        if self.task is None:
+            self._residency.use_in_backward(self)
+
+    def touch(self) -> None:
+        """See :class:`~.guard.Resident`."""
+        self.flat.touch()
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """See :class:`~.guard.Resident`."""
+        return self.flat.shares(tensor)
+
+
+class Residency:
+    """Gathers and releases the units of one optimizer, on one rank. See [Note: One order].
+
+    ``flats``: of the units, in forward order; ``labels``: what to call them. ``guarded``: whether parameters watch
+    over their uses; if not, they are read by the modules that own them only. Nothing but persistent units is gathered
+    afterwards.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[GatheredParameters],
+        labels: Sequence[str],
+        options: Gathering,
+        *,
+        guarded: bool = True,
+    ) -> None:
+        self._options = options
+        self._check_bound(flats, labels)
+        self.members = tuple(
+            Member(number, flat, label, self)
+            for number, (flat, label) in enumerate(zip(flats, labels, strict=True))
+        )
+        self._live = 0
+        self._kept: set[int] = set()
+        self._clock = 0
+        self._order = 0
+        self._next: dict[tuple[int, int, int], int] = {}
+        self._last: dict[int, tuple[int, int]] = {}
+        self._strays: list[Member] = []
+        self._tasks: set[int] = set()
+        if guarded:
+            for member in self.members:
+                for parameter in member.flat.parameters:
+                    guard(parameter, member)
+        self.gather_persistent()
+
+    # -- uses ------------------------------------------------------------------------------------------
+
+    def enter(self, wanted: Sequence[Member], *, outermost: bool) -> None:
+        """A module that owns ``wanted`` begins its forward; ``outermost``: one that no other module called."""
+        if outermost and current_backward() < 0:
+            self._drop_stale()
+        for member in wanted:
+            member.users += 1
+        for member in wanted:
+            if member.users == 1 and member.task is None:
+                self._require(member)
+
+    def leave(self, wanted: Sequence[Member], *, last: bool) -> None:
+        """That forward has ended, also by an exception. ``last``: what is idle is not needed soon."""
+        task = current_backward()
+        for member in wanted:
+            member.users -= 1
+            if not member.users and task >= 0 and member.task is None:
+                self._pin(member, task)  # recomputed in a backward pass, which is about to read it
+            self._release(member)
+        if last and task < 0:
+            self.release_idle()
+
+    def use(self, member: Member, along: Sequence[Resident] = ()) -> None:
+        """A function reads parameters of a unit that no module uses now, ``along`` with those of others."""
+        task = current_backward()
+        if task >= 0:
+            self._pin(member, task)
+            return
+        strays, self._strays = self._strays, [member]
+        for stray in strays:
+            if stray is not member and any(stray is other for other in along):
+                self._strays.append(stray)
+            elif stray is not member:
+                self._release(stray)
+        if not member.flat.whole:
+            self._require(member)
+
+    def use_in_backward(self, member: Member) -> None:
+        """An autograd node that reads the unit's parameters is about to run."""
+        task = current_backward()
+        if task >= 0:
+            self._pin(member, task)
+        else:
+            self.use(member)
+
+    def arrived(self, member: Member, slot: int) -> None:
+        """A parameter's gradient arrived, or a part of it that had been put off."""
+        member.arrived.add(slot)
+        if member.task is not None and len(member.arrived) >= member.trained and not member.owed:
+            member.task = None
+            member.arrived.clear()
+            self._release(member)
+
+    @contextmanager
+    def whole(self, wanted: Sequence[Member]) -> Iterator[None]:
+        """Everything of ``wanted`` is gathered inside, whatever the bound; collective."""
+        for member in wanted:
+            member.users += 1
+            self._note(member)
+            self._start(member)
+            member.flat.gather()
+        try:
+            yield
+        finally:
+            for member in wanted:
+                member.users -= 1
+                self._release(member)
+
+    # -- between steps ---------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Other values are in the shards now: everything is released, and nobody uses anything any more."""
+        for member in self.members:
+            member.task = None
+            member.arrived.clear()
+        self._kept.clear()
+        self.release_idle(persistent=True)
+
+    def gather_persistent(self) -> None:
+        """Gathers the units that are always there; collective."""
+        persistent = [member for member in self.members if member.size <= self._options.persistent_parameters]
+        for member in persistent:
+            self._start(member)
+        for member in persistent:
+            member.flat.gather()
+
+    def release_idle(self, *, persistent: bool = False) -> None:
+        """Releases everything that nobody uses and that is not kept; ``persistent``: those units as well."""
+        self._strays.clear()
+        for member in self.members:
+            if persistent and not member.in_use:
+                self._free(member)
+            else:
+                self._release(member)
+
+    def end(self) -> None:
+        """Everything is gathered for good, and parameters are plain ones; collective."""
+        for member in self.members:
+            self._start(member)
+        for member in self.members:
+            member.flat.gather()
+            for parameter in member.flat.parameters:
+                unguard(parameter)
+
+    @property
+    def live(self) -> int:
+        """Elements that are gathered now."""
+        return self._live
+
+    @property
+    def digest(self) -> int:
+        """Of the order of all uses so far, in 32 bits: the same on all ranks, or they did not gather alike."""
+        return self._order
+
+    # -- how -------------------------------------------------------------------------------------------
+
+    def _require(self, member: Member) -> None:
+        """Begins a use: the values are there afterwards, and those of the next use are on their way."""
+        backward = self._note(member)
+        if not member.flat.live and not self._make_room(member):
+            raise RuntimeError(self._too_much(member))
+        self._start(member)
+        member.flat.gather()
+        ahead, place = member, self._last[backward]
+        for _ in range(self._options.prefetch):
+            number = self._next.get((backward, *place))
+            if number is None:
+                return
+            ahead, place = self.members[number], (place[1], number)
+            if not ahead.flat.live and not self._make_room(ahead):
+                return
+            self._start(ahead)
+
+    def _note(self, member: Member) -> int:
+        """Notes that ``member`` follows what was used before in this direction; 1 in a backward pass, else 0."""
+        backward = int(current_backward() >= 0)
+        before, last = self._last.get(backward, (-1, -1))
+        self._next[backward, before, last] = member.number
+        self._last[backward] = (last, member.number)
+        self._last.pop(1 - backward, None)
+        self._clock += 1
+        member.used_at = self._clock
+        self._order = crc32(member.number.to_bytes(4, "little"), self._order)
+        return backward
+
+    def _too_much(self, member: Member) -> str:
+        used = [other for other in self.members if other.in_use and other is not member]
+        needed = sum(other.size for other in used) + member.size
+        return (
+            f"max_live_parameters={self._options.max_live_parameters}: {member.label} is needed while "
+            f"{', '.join(other.label for other in used)} are in use, which takes {needed}; raise it, or cut the model "
+            "into smaller units"
+        )
+
+    def _check_bound(self, flats: Sequence[GatheredParameters], labels: Sequence[str]) -> None:
+        limit = self._options.max_live_parameters
+        if limit is None:
+            return
+        sizes = [flat.plan.length for flat in flats]
+        always = sum(size for size in sizes if size <= self._options.persistent_parameters)
+        for size, label in zip(sizes, labels, strict=True):
+            if max(size, always) > limit or (
+                size > self._options.persistent_parameters and size + always > limit
+            ):
+                raise ValueError(
+                    f"max_live_parameters={limit}: {label} has {size} elements, and {always} more are always gathered; "
+                    f"use {size + always} or more, or cut the model into smaller units"
+                )
+
+    def _start(self, member: Member) -> None:
+        if not member.flat.live:
+            self._live += member.size
+            member.flat.start_gather()
+
+    def _make_room(self, member: Member) -> bool:
+        """Releases idle units until ``member`` fits under the bound; whether it does."""
+        limit = self._options.max_live_parameters
+        if limit is None:
+            return True
+        idle = sorted(
+            (
+                other
+                for other in self.members
+                if other.flat.live and not other.in_use and not self._always(other)
+            ),
+            key=lambda other: other.used_at,
+        )
+        for other in idle:
+            if self._live + member.size <= limit:
+                break
+            self._kept.discard(other.number)
+            self._free(other)
+        return self._live + member.size <= limit
+
+    def _pin(self, member: Member, task: int) -> None:
+        if member.task is None:
+            member.task = task
+            member.arrived.clear()
+            with torch._C.DisableTorchFunctionSubclass():
+                member.trained = sum(parameter.requires_grad for parameter in member.flat.parameters)
+            if not member.users:
+                self._require(member)
+            if task not in self._tasks:
+                self._tasks.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
+
+    def _backward_ended(self, task: int) -> None:
+        self._tasks.discard(task)
+        for member in self.members:
+            if member.task == task and not member.owed:
+                member.task = None
+                member.arrived.clear()
+                self._release(member)
+        if not self._tasks:
+            self.release_idle()
+
+    def _drop_stale(self) -> None:
+        """A backward pass that failed has left its units in use."""
+        if self._tasks:
+            self._tasks.clear()
+            for member in self.members:
+                if not member.owed:
+                    member.task = None
+            self.release_idle()
+
+    def _release(self, member: Member) -> None:
+        """Frees a unit that is not in use any more, unless it is to be kept."""
+        if member.in_use or not member.flat.live or self._always(member) or member.number in self._kept:
+            return
+        kept = sum(self.members[number].size for number in self._kept)
+        if kept + member.size <= self._options.keep_gathered:
+            self._kept.add(member.number)
+        else:
+            self._free(member)
+
+    def _free(self, member: Member) -> None:
+        if member.flat.live:
+            self._live -= member.size
+            member.flat.release()
+
+    def _always(self, member: Member) -> bool:
+        return member.size <= self._options.persistent_parameters
+
+
+def current_backward() -> int:
+    """A number that is another one in each backward pass, -1 outside of any."""
+    return torch._C._current_graph_task_id()
