@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from shardweave.comm import Axis, Mesh, Sharding, Split, set_sharding, sharding_of
-from shardweave.zero import ZeroOptimizer
+from shardweave.zero import LossScale, ZeroOptimizer
 from shardweave.zero.norm import clip_coefficient, square_sum
 
 STAGES = (0, 1, 2)
@@ -108,6 +109,45 @@ def test_norm_over_data_tensor_and_pipeline_together(stage: int) -> None:
     assert float(optimizer.grad_norm) == pytest.approx(math.sqrt(squares), rel=1e-12)
     assert partial.tolist() == [-9.0]
     assert copied.tolist() == [-7.0]
+
+
+@pytest.mark.ranks(4)
+def test_norms_of_groups_in_the_collective_of_the_global_one() -> None:
+    """Two pipeline stages, of which the second has a group more; members of groups alternate, large and small."""
+    mesh = Mesh(dp=2, pp=2)
+    first = mesh.pp.is_first
+    sizes = [[5000, 3, 4097, 1], [7, 2], [] if first else [4]]
+    names = itertools.count()
+    for stage in STAGES:
+        groups: list[list[nn.Parameter]] = [[parameter(torch.zeros(n)) for n in of_one] for of_one in sizes]
+        alternating = [p for pair in itertools.zip_longest(*groups) for p in pair if p is not None]
+        for weight in alternating:
+            record = Sharding(f"{mesh.pp.rank}.{next(names)}", tuple(weight.shape), exclusive=(mesh.pp,))
+            set_sharding(weight, record)
+        optimizer = ZeroOptimizer(
+            [{"params": group} for group in (groups[:2] if first else groups)],
+            torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, clip=1.0,
+            loss_scale=LossScale(initial=8.0), bucket_mb=0.01,
+        )  # fmt: skip
+        mesh.ledger.reset()
+        for number, weight in enumerate(alternating):
+            # 8 is the loss scale; the mean over the data axis is number + 1, and half of that on the first stage.
+            value = (number + 1) * (1 + mesh.pp.rank) * 8
+            with_gradient(weight, torch.full(weight.shape, value * (0.5 + mesh.dp.rank)))
+        optimizer.step()
+        for norm, group in zip(optimizer.group_norms, groups, strict=True):
+            places = [next(i for i, p in enumerate(alternating) if p is one) for one in group]
+            mine = sum(
+                p.numel() * ((i + 1) * (1 + mesh.pp.rank)) ** 2 for i, p in zip(places, group, strict=True)
+            )
+            everywhere = torch.tensor(mine, dtype=torch.float64)
+            torch.distributed.all_reduce(everywhere)
+            assert norm.dtype == torch.float64
+            assert norm.item() == pytest.approx(math.sqrt(everywhere.item() / 2), rel=1e-12)
+        squares = sum(norm.item() ** 2 for norm in optimizer.group_norms)
+        assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(squares), rel=1e-12)
+        total = mesh.ledger.total("data", "all_reduce").calls
+        assert total == (1 if stage else 1 + len(optimizer.units)), "one, and the gradients' own at stage 0"
 
 
 @pytest.mark.parametrize("stage", (1, 2))

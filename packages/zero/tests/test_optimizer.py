@@ -248,9 +248,6 @@ def test_frozen_parameters() -> None:
     loss_of(net, batch(1, 0)).backward()
     optimizer.step()
     assert torch.equal(net.last.weight, last)
-    net.first.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="was frozen when ZeroOptimizer was built"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -53,7 +53,7 @@ class FlatParameters:
     def check_in_place(self, names: Sequence[str]) -> None:
         """Raises if someone gave a parameter other memory: updates would not reach the module."""
         for parameter, address, name in zip(self.parameters, self._addresses, names, strict=True):
-            if parameter.data_ptr() != address:
+            if self._address(parameter) != address:
                 raise ValueError(
                     f"parameter {name} was moved to other memory after ZeroOptimizer was built (module.to(), "
                     f"module.half() or an assignment to .data); convert the module first, then build the optimizer"
@@ -79,11 +79,15 @@ class FlatParameters:
             torch.autograd.graph.increment_version(parameter)
             self._versions[slot] = parameter._version  # not a foreign one
 
+    def _address(self, parameter: Tensor) -> int:
+        """What a parameter's memory is known by."""
+        return parameter.data_ptr()
+
     def _attach(self) -> None:
         for view, parameter in zip(self.views(self.buffer), self.parameters, strict=True):
             parameter.data = view
             parameter.grad_dtype = None  # gradients are added up in a format of our choice
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._addresses = [self._address(parameter) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardweave.comm import Axis, Sharding, all_gather, sharding_of
 
@@ -14,22 +16,23 @@ from .flat import memory_runs
 from .groups import is_place
 from .units import Member, UnitKey, UnitPlan, partial_axes, plan_units
 
-__all__ = ["check_agreement", "check_parameters", "check_records", "plan"]
+__all__ = ["check_agreement", "check_parameters", "check_records", "known_name", "plan", "unit_key"]
 
 
 def check_parameters(
-    parameters: Sequence[nn.Parameter], names: Sequence[str], data: Axis, model: Axis
+    parameters: Sequence[nn.Parameter], names: Sequence[str], data: Axis, model: Axis, *, meta: bool = False
 ) -> None:
-    """Raises for parameters that cannot be laid out, before anything is changed."""
+    """Raises for parameters that cannot be laid out, before anything is changed. ``meta``: they may have no values."""
     for parameter, name in zip(parameters, names, strict=True):
-        if not parameter.is_floating_point():
+        if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}; only floating-point parameters can be trained"
             )
-        if parameter.device.type == "meta":
+        if parameter.is_meta and not meta:
             raise ValueError(
                 f"parameter {name} is on the meta device and has no values yet; materialise the module "
-                f"(module.to_empty(device=...) and initialise it) before building the optimizer"
+                f"(module.to_empty(device=...) and initialise it) before building the optimizer, or use stage=3 with "
+                f"module=, which does it unit by unit"
             )
         record = sharding_of(parameter)
         for axis in _axes(record):
@@ -55,31 +58,61 @@ def check_records(parameters: Sequence[nn.Parameter], names: Sequence[str], seen
 
 
 def plan(
-    parameters: Sequence[nn.Parameter], names: Sequence[str], *, data: Axis, shards: int, bucket_mb: float
+    parameters: Sequence[nn.Parameter],
+    names: Sequence[str],
+    *,
+    data: Axis,
+    shards: int,
+    bucket_mb: float,
+    groups: Sequence[int] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[UnitPlan, ...]:
-    """The units of this rank's parameters."""
+    """The units of this rank's parameters.
+
+    ``groups``: for each parameter the number of those that make one unit, however large; ``None``: by size. Tied
+    parameters make one on each stage that has some of them, whatever their modules are. ``device``: where parameters on
+    the meta device will be.
+    """
     runs = memory_runs(parameters, names)
     members = []
     for index, (parameter, name, run) in enumerate(zip(parameters, names, runs, strict=True)):
-        record = sharding_of(parameter)
-        # What lies inside the data axis is summed with it.
-        partial = tuple(axis for axis in record.partial if axis.size > 1 and not data.contains(axis))
-        tied = record.tied if record.tied is not None and record.tied.size > 1 else None
-        key = UnitKey(parameter.dtype, parameter.device, partial, tied)
-        # A name made up from a place would sort tied parameters differently on each stage.
-        known = "" if is_place(name) else name
-        members.append(Member(index, tuple(parameter.shape), key, known, run))
-    return plan_units(members, shards=shards, bucket_bytes=max(1, int(bucket_mb * 2**20)))
+        key = unit_key(parameter, data)
+        if parameter.is_meta and device is not None:
+            key = replace(key, device=device)
+        group = 0 if groups is None or key.tied is not None else groups[index]
+        members.append(Member(index, tuple(parameter.shape), key, known_name(name), group, run))
+    bucket_bytes = max(1, int(bucket_mb * 2**20)) if groups is None else sys.maxsize
+    return plan_units(members, shards=shards, bucket_bytes=bucket_bytes)
+
+
+def unit_key(parameter: Tensor, data: Axis) -> UnitKey:
+    """What the parameters of a unit have in common, of one of them."""
+    record = sharding_of(parameter)
+    # What lies inside the data axis is summed with it.
+    partial = tuple(axis for axis in record.partial if axis.size > 1 and not data.contains(axis))
+    tied = record.tied if record.tied is not None and record.tied.size > 1 else None
+    return UnitKey(parameter.dtype, parameter.device, partial, tied)
+
+
+def known_name(name: str) -> str:
+    """Empty for one that was made up from a place: it would sort tied parameters differently on each stage."""
+    return "" if is_place(name) else name
 
 
 def check_agreement(
-    plans: Sequence[UnitPlan], names: Sequence[str], settings: str, *, data: Axis, device: torch.device
+    plans: Sequence[UnitPlan],
+    names: Sequence[str],
+    settings: str,
+    *,
+    data: Axis,
+    device: torch.device,
+    what: str = "parameters",
 ) -> None:
     """Raises, on all ranks of the axis, when units that are reduced together were not planned alike.
 
     Ranks that cut their buffers differently would add up unrelated numbers, or hang. Compared are a digest
     of all units on the data axis, and of the units with a partial axis on that axis. ``device``: to compare on; a
-    rank without units takes part as well.
+    rank without units takes part as well. ``what``: they are made of, for the message.
     """
     for axis in [data, *partial_axes(plans)]:
         mine = [unit for unit in plans if axis == data or axis in unit.key.partial]
@@ -90,9 +123,9 @@ def check_agreement(
         if len(set(digests)) > 1:
             different = [axis.ranks[p] for p, other in enumerate(digests) if other != digests[0]]
             raise ValueError(
-                f"the parameters given to ZeroOptimizer differ over axis {axis.name!r}: global ranks {different} "
+                f"the {what} given to ZeroOptimizer differ over axis {axis.name!r}: global ranks {different} "
                 f"have other shapes, order, dtypes or settings than rank {axis.ranks[0]}; this rank has "
-                f"{sum(len(unit.slots) for unit in mine)} parameters in {len(mine)} units there"
+                f"{sum(len(unit.slots) for unit in mine)} {what} in {len(mine)} units there"
             )
 
 

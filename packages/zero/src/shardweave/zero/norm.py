@@ -1,20 +1,24 @@
 """The global gradient norm, and what all ranks have to know before any of them updates.
 
 Whether a step is clipped, skipped or run with one more reduction has to be decided alike on all ranks, or
-copies drift apart and collectives hang. So the four numbers such decisions need travel together, in one small
+copies drift apart and collectives hang. So the numbers such decisions need travel together, in one small
 all-reduce over the data axis and one over the model axis, and every rank ends with the same bits::
 
-    squares    sum of squares of the gradient, each element of each logical parameter once
+    squares    for each parameter group the sum of squares of the gradient, each element of each logical parameter once
     broken     ranks that hold a gradient which is not finite, also in copies that are not counted
     late       units with gradients that are not reduced yet
     missing    parameters without a gradient
+    changed    parameters that were frozen or unfrozen
+
+Where one of the axes has one rank only, that is one collective a step. One over the product of both would need a
+process group that nobody handed in, and such a group can only be made by all processes of the job together.
 
 Padding is zero and belongs to no piece, so it takes part in nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +28,12 @@ from shardweave.comm import Axis, all_reduce, counts_here, gather_values
 
 from .unit import Unit
 
-__all__ = ["NormRanges", "Summary", "clip_coefficient", "describe_broken", "square_sum"]
+__all__ = ["Local", "NormRanges", "Summary", "clip_coefficient", "describe_broken", "square_sum"]
 
 _ROW = 256
+
+_SMALL = 1 << 12
+"""Ranges with fewer elements are put together before they are summed: a call costs as much as thousands of elements."""
 
 _CONVERTED = 1 << 18
 """Elements that are converted at once: a multiple of a row, and small enough for a cache."""
@@ -38,9 +45,21 @@ class Summary:
 
     norm: Tensor
     """Global L2 norm before clipping: 0-d, float64, on the CPU."""
+    groups: tuple[Tensor, ...]
+    """The norm of each parameter group, likewise; their squares add up to the global one's."""
     broken: bool
     late: bool
     missing: bool
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank brings to the summary besides its gradients."""
+
+    late: int
+    missing: int
+    changed: int
 
 
 class NormRanges:
@@ -49,43 +68,54 @@ class NormRanges:
     ``data``, ``model``: the axes that the norm is summed over; ``shard``: the part of data that holds each element
     once. A shard is counted by its owner in the first replica, a whole gradient (stage 0) by the first data rank; of a
     parameter's copies on the model axis one is counted.
+    ``group_of``: the number of each parameter's group, by ``id``. ``num_groups``: on the rank that has most.
     ``device``: what travels is there, also on a rank without units.
     """
 
     def __init__(
-        self, units: Sequence[Unit], data: Axis, shard: Axis, model: Axis, device: torch.device
+        self,
+        units: Sequence[Unit],
+        data: Axis,
+        shard: Axis,
+        model: Axis,
+        *,
+        group_of: Mapping[int, int],
+        num_groups: int,
+        device: torch.device,
     ) -> None:
         self._units, self._data, self._model, self._device = units, data, model, device
-        self._ranges = [_merge(unit, data, shard, model) for unit in units]
+        self._num_groups = num_groups
+        self._sums = [_sums(unit, data, shard, model, group_of, num_groups) for unit in units]
 
-    def summarize(self, late: int, missing: int) -> Summary:
+    def summarize(self, local: Local) -> Summary:
         """Adds up the numbers of all ranks; every rank of the data and the model axis calls it."""
-        counted, everything = self._local(wide=False)
-        total = self._add_up(counted, everything, late, missing)
-        if total[1] > 0:
+        groups, broken, *others = self._add_up(self._squares(wide=False), local)
+        if broken > 0:
             # Squares overflow float32 from 1.8e19 on, where the gradient itself is still finite: look closely.
-            counted, everything = self._local(wide=True)
-            total = self._add_up(counted, everything, late, missing)
-        squares, broken, late_units, missing_parameters = total
-        norm = torch.tensor(squares, dtype=torch.float64).sqrt()
-        return Summary(norm, broken > 0, late_units > 0, missing_parameters > 0)
+            groups, broken, *others = self._add_up(self._squares(wide=True), local)
+        late, missing, changed = (number > 0 for number in others)
+        return Summary(groups.sum().sqrt(), tuple(groups.sqrt().unbind()), broken > 0, late, missing, changed)
 
-    def _local(self, *, wide: bool) -> tuple[Tensor, Tensor]:
-        counted = torch.zeros((), dtype=torch.float64, device=self._device)
-        others = torch.zeros((), dtype=torch.float64, device=self._device)
-        for unit, ranges in zip(self._units, self._ranges, strict=True):
+    def _squares(self, *, wide: bool) -> Tensor:
+        """One sum for each group, and one of the copies that are counted elsewhere: [groups + 1], float64."""
+        squares = torch.zeros(self._num_groups + 1, dtype=torch.float64, device=self._device)
+        dtype = torch.float64 if wide else torch.float32
+        for unit, sums in zip(self._units, self._sums, strict=True):
             gradient = unit.shard.gradient
             if gradient is not None:
-                for start, stop, counts in ranges:
-                    sum_ = square_sum(gradient[start:stop], torch.float64 if wide else torch.float32)
-                    (counted if counts else others).add_(sum_)
-        return counted, counted + others
+                for place, ranges in sums:
+                    for part in _joined(gradient, ranges):
+                        squares[place].add_(square_sum(part, dtype))
+        return squares
 
-    def _add_up(self, counted: Tensor, everything: Tensor, late: int, missing: int) -> list[float]:
-        broken = (~torch.isfinite(everything)).double()
-        numbers = torch.stack([counted, broken, counted.new_tensor(late), counted.new_tensor(missing)])
-        all_reduce(all_reduce(numbers, self._data), self._model)
-        return [float(number) for number in numbers.tolist()]
+    def _add_up(self, squares: Tensor, local: Local) -> tuple[Tensor, float, float, float, float]:
+        """The groups' squares, on the CPU, and the other numbers in the order of the table above."""
+        broken = (~torch.isfinite(squares.sum())).double()
+        others = squares.new_tensor([local.late, local.missing, local.changed])
+        numbers = torch.cat([squares[:-1], broken[None], others])
+        numbers = all_reduce(all_reduce(numbers, self._data), self._model).cpu()
+        broken_, late, missing, changed = numbers[self._num_groups :].tolist()
+        return numbers[: self._num_groups], broken_, late, missing, changed
 
 
 def square_sum(flat: Tensor, least: torch.dtype = torch.float32) -> Tensor:
@@ -141,14 +171,32 @@ def _first_broken(units: Sequence[Unit], rank: int) -> str:
     return ""
 
 
-def _merge(unit: Unit, data: Axis, shard: Axis, model: Axis) -> list[tuple[int, int, bool]]:
-    """The shard's pieces, neighbours that count alike taken together."""
-    merged: list[tuple[int, int, bool]] = []
+def _sums(
+    unit: Unit, data: Axis, shard: Axis, model: Axis, group_of: Mapping[int, int], num_groups: int
+) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Which ranges of the shard are added to which sum, neighbours taken together.
+
+    A sum for each group, and a last one of what other ranks count.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
     first = data.rank < shard.size if unit.sharded else data.is_first
     for piece in unit.shard.pieces:
         counts = first and counts_here(piece.parameter, model)
-        if merged and merged[-1][2] == counts:
-            merged[-1] = (merged[-1][0], piece.stop, counts)
+        ranges = found.setdefault(group_of[id(piece.parameter)] if counts else num_groups, [])
+        if ranges and ranges[-1][1] == piece.start:
+            ranges[-1] = (ranges[-1][0], piece.stop)
         else:
-            merged.append((piece.start, piece.stop, counts))
-    return merged
+            ranges.append((piece.start, piece.stop))
+    return list(found.items())
+
+
+def _joined(flat: Tensor, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """The ranges of a 1-D tensor, the small ones of them as one tensor."""
+    small = []
+    for start, stop in ranges:
+        if stop - start < _SMALL:
+            small.append(flat[start:stop])
+        else:
+            yield flat[start:stop]
+    if small:
+        yield small[0] if len(small) == 1 else torch.cat(small)

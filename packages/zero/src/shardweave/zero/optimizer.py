@@ -25,16 +25,17 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis, Compression, counts_here, sharding_of
+from shardweave.comm import Axis, Compression, Sharding, all_reduce, counts_here, sharding_of
+from shardweave.comm.devices import local_device
 
 from . import state
 from .build import build_units
@@ -46,17 +47,22 @@ from .compression import (
     local_residuals,
     unit_residuals,
 )
+from .equal import persistent_buffers, start_equal
 from .groups import listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
-from .norm import NormRanges, clip_coefficient, describe_broken
+from .materialize import Initialize, Materializer
+from .norm import Local, NormRanges, Summary, clip_coefficient, describe_broken
 from .offload import Offload
-from .options import Options
+from .module_units import ModuleUnit, UnitChoice, module_units
+from .options import Gathering, Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
 from .reduce import Reducer
 from .replicas import shard_axis
+from .stage3 import GatheredUnits
 from .shards import ShardPiece, build_optimizer, check_elementwise, fused_by_default
+from .trained import TrainedParameters, Unfreezing
 from .unit import Unit
 from .units import UnitPlan
 
@@ -124,6 +130,13 @@ class ZeroOptimizer(Optimizer):
         loss_scale: LossScale | None = None,
         compression: Compression | None = None,
         shard: Axis | None = None,
+        module: nn.Module | Sequence[nn.Module] | None = None,
+        units: UnitChoice | None = None,
+        prefetch: int = 1,
+        max_live_parameters: int | None = None,
+        keep_gathered: int = 0,
+        persistent_parameters: int = 0,
+        initialize: Initialize | None = None,
         **optimizer_arguments: Any,
     ) -> None:
         self._options = Options(
@@ -137,16 +150,29 @@ class ZeroOptimizer(Optimizer):
             reduction=reduction,
             loss_scale=loss_scale,
             compression=compression,
+            gathering=Gathering(
+                prefetch=prefetch,
+                max_live_parameters=max_live_parameters,
+                keep_gathered=keep_gathered,
+                persistent_parameters=persistent_parameters,
+            ),
         )
+        self._modules = _listed_modules(module)
+        if stage == 3 and not self._modules:
+            raise ValueError(
+                "stage=3 gathers parameters when their modules run; give the module they are in, module=model"
+            )
+        self._parts: list[ModuleUnit] = []
+        self._unit_choice, self._initialize = units, initialize
+        self._gathered: GatheredUnits | None = None
         check_elementwise(torch_optimizer)
         self._kind, self._data, self._model = torch_optimizer, data, model or Axis.single()
         self._shard = shard_axis(data, shard)
         self._units: tuple[Unit, ...] = ()
-        self._consumed: tuple[set[int], ...] = ()
+        self._consumed: dict[Unit, set[int]] = {}
         self._built = self._closed = False
         self._init_groups(params, optimizer_arguments)
         self._build(optimizer_arguments)
-        self._consumed = tuple(set() for _ in self._units)
         self._built = True
         self._scaler = Scaler(loss_scale)
         self.compressed_steps = 0
@@ -161,6 +187,9 @@ class ZeroOptimizer(Optimizer):
         self.grad_norm = torch.full((), float("nan"), dtype=torch.float64)
         """The last step's global gradient norm before clipping, without the loss scale: 0-d, float64, the same on
         all ranks."""
+        self.group_norms = [self.grad_norm] * self._num_groups
+        """The same of each parameter group, in the order of the groups; their squares add up to ``grad_norm``'s. A
+        group is what the ranks have under one number, so with pipelines all stages should give the same groups."""
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -183,12 +212,16 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         self._warn_when_kept_whole()
         self._reducer.finish()
-        summary = self._norm.summarize(self._reducer.order.late, num_missing(self._units))
+        summary = self._summarize()
+        if summary.changed:
+            self._take_in()
         if summary.late:
             self._reducer.finish()
-            summary = self._norm.summarize(0, num_missing(self._units))
+        if summary.changed or summary.late:
+            summary = self._summarize()
         scale = self.loss_scale
         self.grad_norm = summary.norm / scale
+        self.group_norms = [norm / scale for norm in summary.groups]
         applied = False
         try:
             broken = summary.broken or not bool(torch.isfinite(summary.norm))
@@ -225,16 +258,14 @@ class ZeroOptimizer(Optimizer):
         ``set_to_none=False``: parameters that had one, before the last step too, count as having a gradient of
         zero in the next step. Their ``.grad`` reads ``None`` in both cases: zeros need no memory here.
         """
-        had = [
-            unit.present | unit.local.arrived | consumed
-            for unit, consumed in zip(self._units, self._consumed, strict=True)
-        ]
-        self._consumed = tuple(set() for _ in self._units)
+        had = {
+            unit: unit.present | unit.local.arrived | self._consumed.get(unit, set()) for unit in self._units
+        }
+        self._consumed = {}
         self._reducer.discard()
-        for unit, present in zip(self._units, had, strict=True):
+        for unit, present in had.items():
             unit.present = set() if set_to_none else present
-        for parameter in self._frozen:
-            parameter.grad = None
+        self._unfreezing.drop_gradients()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -244,13 +275,14 @@ class ZeroOptimizer(Optimizer):
         communicated inside and ``.grad`` stays readable. At stage 2 each exit reduces the micro-batch into the
         shard, so all data ranks have to enter equally often.
         """
-        self._reducer.order.begin_accumulation()
+        order = self._reducer.order
+        order.begin_accumulation()
         completed = False
         try:
             yield
             completed = True
         finally:
-            self._reducer.order.end_accumulation(completed=completed)
+            order.end_accumulation(completed=completed)
 
     @torch.no_grad()
     def finish_reduction(self) -> None:
@@ -261,6 +293,17 @@ class ZeroOptimizer(Optimizer):
         """
         self._check_usable()
         self._reducer.finish()
+        self.take_in_unfrozen()
+
+    @torch.no_grad()
+    def take_in_unfrozen(self) -> None:
+        """Gives parameters that are trained by now, and were frozen when the optimizer was built, a place in it.
+
+        Collective over the data and the model axis. :meth:`step` does it by itself; call this before :meth:`pieces` is
+        looked at. A load does it, too. ValueError, on all ranks: a parameter is trained on some and frozen on others.
+        """
+        if self._largest(self._roster.num_changed):
+            self._take_in()
 
     # -- what is where ---------------------------------------------------------------------------------
 
@@ -319,8 +362,8 @@ class ZeroOptimizer(Optimizer):
         return unit_residuals(self._units)
 
     def frozen(self) -> dict[str, Parameter]:
-        """The parameters that were frozen when the optimizer was built: it has no shard of them."""
-        return {self._names[id(parameter)]: parameter for parameter in self._frozen}
+        """The parameters that were frozen since the optimizer was built: it has no shard of them."""
+        return {self._names[id(parameter)]: parameter for parameter in self._unfreezing.parameters}
 
     @property
     def holds_gradients(self) -> bool:
@@ -384,6 +427,7 @@ class ZeroOptimizer(Optimizer):
         scale = self._scaler.read(
             {key.removeprefix(_SCALE): value for key, value in saved.items() if key.startswith(_SCALE)}
         )
+        self.take_in_unfrozen()
         with torch.no_grad():
             state.restore(saved, self._units, self.param_groups, self._layout())
             self._publish()
@@ -422,34 +466,130 @@ class ZeroOptimizer(Optimizer):
         self._names = parameter_names(self.param_groups)
         # Of frozen ones too: a rank that trains nothing still takes part in what the others decide.
         self._device = parameters[0].device if parameters else torch.device("cpu")
-        self._frozen = [p for p in parameters if not p.requires_grad]
+        if self._device.type == "meta":
+            self._device = local_device()
         self._trained = [p for p in parameters if p.requires_grad]
+        self._frozen = [p for p in parameters if not p.requires_grad]
+        self._group_of = {
+            id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]
+        }
 
     def _build(self, arguments: dict[str, Any]) -> None:
-        names = [self._names[id(parameter)] for parameter in self._trained]
-        self._records = [sharding_of(parameter) for parameter in self._trained]
-        check_parameters(self._trained, names, self._data, self._model)
-        self._take_over()
-        make = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
-        self._units = build_units(
-            self._trained, names, self._options, self._data, self._shard, make, device=self._device
+        every = [*self._trained, *self._frozen]
+        names = [self._names[id(parameter)] for parameter in every]
+        check_parameters(every, names, self._data, self._model, meta=self.stage == 3)
+        self._roster = TrainedParameters(every, names, self._data, self._model)
+        self._make_optimizer = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
+        self._records: list[Sharding] = []
+        self._parts = self._split_modules()
+        self._units = self._units_of(self._trained)
+        self._start_equal()
+        if self._parts:
+            self._gathered = GatheredUnits(
+                self._units, self._modules, self._parts, self._options.gathering, guarded=True
+            )
+        self._num_groups = self._largest(len(self.param_groups))
+        self._listen()
+
+    def _units_of(self, parameters: Sequence[Parameter]) -> tuple[Unit, ...]:
+        """Units of some of the parameters, which belong to this optimizer from now on; collective."""
+        self._take_over(parameters)
+        self._records += [sharding_of(parameter) for parameter in parameters]
+        units = build_units(
+            parameters,
+            [self._names[id(parameter)] for parameter in parameters],
+            self._options,
+            self._data,
+            self._shard,
+            self._make_optimizer,
+            device=self._device,
+            groups=_numbers(self._parts, parameters) if self._parts else None,
+            materializer=self._materializer(),
         )
-        for unit in self._units:
+        for unit in units:
             for piece in unit.shard.pieces:
                 self.state[piece.parameter] = unit.optimizer.state[piece.values]
+        return units
+
+    def _start_equal(self) -> None:
+        """What is not trained starts equal as well, and waits to be."""
+        still: dict[str, Tensor] = {self._names[id(parameter)]: parameter for parameter in self._frozen}
+        for number, module in enumerate(self._modules):
+            still |= {f"{name} of module {number}": one for name, one in persistent_buffers(module).items()}
+        start_equal(
+            list(still.values()),
+            list(still),
+            self._data,
+            bucket_mb=self._options.bucket_mb,
+            device=self._device,
+        )
+        self._unfreezing = Unfreezing(self._frozen, self._options.precision)
+
+    def _listen(self) -> None:
+        """To the gradients of all units, from now on."""
         self._reducer = Reducer(
             self._units, self._data, eager=self._options.eager, frees=self._options.stage >= 2
         )
-        self._norm = NormRanges(self._units, self._data, self._shard, self._model, self._device)
+        self._norm = NormRanges(
+            self._units,
+            self._data,
+            self._shard,
+            self._model,
+            group_of=self._group_of,
+            num_groups=self._num_groups,
+            device=self._device,
+        )
 
-    def _take_over(self) -> None:
+    def _largest(self, number: int) -> int:
+        """Of all ranks' numbers."""
+        return int(
+            all_reduce(
+                all_reduce(torch.tensor([number], device=self._device), self._data, "max"), self._model, "max"
+            )
+        )
+
+    def _take_in(self) -> None:
+        """Somebody was frozen or unfrozen somewhere; see [Note: requires_grad may change]. Collective."""
+        self._roster.agree()
+        new = [p for p in self._unfreezing.parameters if p.requires_grad and _owner(p) is None]
+        if new:
+            self._unfreezing.taken(new)
+            units = self._units_of(new)
+            added = Reducer(units, self._data, eager=False, frees=self._options.stage >= 2)
+            added.finish()  # what came before anybody knew
+            added.order.detach()
+            self._trained += new
+            order = {of_one: number for number, of_one in enumerate(self._names)}
+            self._units = tuple(
+                sorted((*self._units, *units), key=lambda unit: min(order[id(p)] for p in unit.parameters))
+            )
+            self._reducer.order.detach()
+            self._listen()
+        for unit in self._units:
+            unit.frozen = {slot for slot, p in enumerate(unit.parameters) if not p.requires_grad}
+        self._reducer.order.expect_trained()
+
+    def _split_modules(self) -> list[ModuleUnit]:
+        """What stage 3 gathers together; nothing where nothing is sharded."""
+        if self.stage < 3 or self._shard.size == 1:
+            return []
+        limit = int(self._options.bucket_mb * 2**20) // 4
+        return module_units(self._modules, self._trained, limit=limit, choice=self._unit_choice)
+
+    def _materializer(self) -> Materializer | None:
+        if self.stage < 3 or not any(parameter.is_meta for parameter in self._trained):
+            return None
+        return Materializer(self._modules, self._initialize, self._device)
+
+    def _take_over(self, parameters: Sequence[Parameter]) -> None:
         """Of several optimizers built over a parameter, the last one gets its gradients."""
-        for parameter in self._trained:
-            owner = getattr(parameter, _OWNER, None)
-            previous = owner() if owner is not None else None
-            if isinstance(previous, ZeroOptimizer) and not previous._closed:
+        for parameter in parameters:
+            previous = _owner(parameter)
+            if previous is not None:
                 previous._closed = True
                 previous._reducer.order.detach()
+                if previous._gathered is not None:
+                    previous._gathered.detach()
             setattr(parameter, _OWNER, weakref.ref(self))
 
     # -- the step's parts ------------------------------------------------------------------------------
@@ -460,14 +600,13 @@ class ZeroOptimizer(Optimizer):
         check_records(self._trained, [self._names[id(p)] for p in self._trained], self._records)
         for unit in self._units:
             unit.flat.check_in_place(unit.names)
-            if unit.formats.has_masters:
+            if unit.formats.has_masters or self._gathered is not None:
                 unit.shard.take_over(unit.flat.written())
-        for parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {self._names[id(parameter)]} was frozen when ZeroOptimizer was built and has no place "
-                    f"in it; build the optimizer after unfreezing"
-                )
+
+    def _summarize(self) -> Summary:
+        return self._norm.summarize(
+            Local(self._reducer.order.late, num_missing(self._units), self._roster.num_changed)
+        )
 
     def _warn_when_kept_whole(self) -> None:
         if self._reducer.order.held_whole and self._options.shard_between_micro_batches:
@@ -500,8 +639,31 @@ class ZeroOptimizer(Optimizer):
         for gather in pending:
             if gather is not None:
                 gather.wait()
+        if self._gathered is not None:
+            self._gathered.updated()
         for unit in self._units:
             unit.flat.mark_updated(slot for slot in unit.present if unit.parameters[slot].requires_grad)
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Every rank has the whole parameters of ``module`` (default: all) inside; collective over the data axis.
+
+        To look at them, to save them, to generate text with as many steps on each rank as it likes, and to edit them: what
+        is written, alike on all data ranks, stays. Below stage 3 that is so everywhere. It goes beyond
+        ``max_live_parameters``; do not call :meth:`step` inside.
+        """
+        if self._gathered is None:
+            yield
+            return
+        with self._gathered.whole(module):
+            yield
+
+    @property
+    def live_parameters(self) -> int:
+        """Elements of parameters that this rank holds whole now, with the units' padding; below stage 3 all of them."""
+        if self._gathered is not None:
+            return self._gathered.residency.live
+        return sum(unit.plan.length for unit in self._units)
 
     def _consume(self) -> None:
         """Forgets the step's gradients; the cycle is complete, so every rank can do it for itself.
@@ -509,18 +671,19 @@ class ZeroOptimizer(Optimizer):
         Leaving that to ``zero_grad`` would add them to the next step's wherever a loop calls the module's, which
         cannot know of reduced gradients.
         """
-        self._consumed = tuple(unit.present for unit in self._units)
+        self._consumed = {unit: unit.present for unit in self._units}
         for unit in self._units:
             unit.drop_gradient()
             unit.present = set()
-        for parameter in self._frozen:
-            parameter.grad = None
+        self._unfreezing.drop_gradients()
 
     def _publish(self) -> None:
         pending = [unit.start_all_gather() for unit in self._units]
         for gather in pending:
             if gather is not None:
                 gather.wait()
+        if self._gathered is not None:
+            self._gathered.updated()
         for unit in self._units:
             unit.flat.mark_updated(range(len(unit.parameters)))
 
@@ -535,3 +698,27 @@ class ZeroOptimizer(Optimizer):
             "shard_size": self._shard.size,
             "workers": compression_counters(self._options.compression, self._data, 0).get("workers", 0),
         }
+
+
+def _owner(parameter: Parameter) -> ZeroOptimizer | None:
+    """The optimizer that the parameter's gradients go to."""
+    reference = getattr(parameter, _OWNER, None)
+    found = reference() if reference is not None else None
+    return found if isinstance(found, ZeroOptimizer) and not found._closed else None
+
+
+def _listed_modules(module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module, ...]:
+    if module is None:
+        return ()
+    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    if not all(isinstance(one, nn.Module) for one in modules):
+        raise ValueError(
+            f"module={module!r}: give an nn.Module, or a list of those that a pipeline rank runs"
+        )
+    return modules
+
+
+def _numbers(parts: Sequence[ModuleUnit], parameters: Sequence[Parameter]) -> list[int]:
+    """For each parameter the number of its part."""
+    found = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters}
+    return [found[id(parameter)] for parameter in parameters]

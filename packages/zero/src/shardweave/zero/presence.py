@@ -21,8 +21,8 @@ __all__ = ["agree_on_present", "num_missing"]
 
 
 def num_missing(units: Sequence[Unit]) -> int:
-    """Parameters without a gradient on this rank."""
-    return sum(len(unit.parameters) - len(unit.present) for unit in units)
+    """Parameters that are trained and without a gradient on this rank."""
+    return sum(len(unit.parameters) - len(unit.present | unit.frozen) for unit in units)
 
 
 def agree_on_present(units: Sequence[Unit], data: Axis) -> None:

@@ -89,6 +89,8 @@ class Unit:
         self.optimizer = make_optimizer(self.shard.pieces)
         self.present: set[int] = set()
         """Slots whose parameter has had a gradient since the last step, here or on another rank."""
+        self.frozen: set[int] = set()
+        """Slots whose parameter is not trained any more, as all ranks agreed; it keeps its place and its state."""
         self.compressed = self._compression(options.compression)
         """How its gradients are sent, where they are compressed."""
         self._incoming: Tensor | None = None
@@ -168,7 +170,9 @@ class Unit:
         """
         if self.shard.gradient is None or not self.shard.pieces:
             return
-        gradient = self.shard.gradient.to(self.formats.masters)  # See [Note: Reduced gradients keep their format]
+        gradient = self.shard.gradient.to(
+            self.formats.masters
+        )  # See [Note: Reduced gradients keep their format]
         if factor != 1.0:
             gradient.mul_(factor)
         for own, users in zip(self.optimizer.param_groups, groups, strict=True):

@@ -51,6 +51,8 @@ class Member:
     shape: tuple[int, ...]
     key: UnitKey
     name: str = ""
+    group: int = 0
+    """Members of different groups are never in one unit."""
     run: tuple[int, int] | None = None
     """Run and place in it: members of one run lie side by side in memory, in the order of their places, and
     stay so."""
@@ -115,11 +117,11 @@ def plan_units(members: Sequence[Member], *, shards: int, bucket_bytes: int) -> 
     A parameter (or a run of parameters that has to stay together) larger than that is a unit of its own.
     ``shards``: the number of equal parts each unit is cut into.
     """
-    streams: dict[UnitKey, list[Member]] = {}
+    streams: dict[tuple[UnitKey, int], list[Member]] = {}
     for member in members:
-        streams.setdefault(member.key, []).append(member)
+        streams.setdefault((member.key, member.group), []).append(member)
     units: list[UnitPlan] = []
-    for key, stream in streams.items():
+    for (key, _), stream in streams.items():
         if key.tied is not None and all(member.name for member in stream):
             # The copies may be registered in another order on the other stages; their names are the same.
             stream.sort(key=lambda member: member.name)
@@ -134,8 +136,8 @@ def plan_units(members: Sequence[Member], *, shards: int, bucket_bytes: int) -> 
     return tuple(sorted(units, key=lambda unit: unit.first_index))
 
 
-def partial_axes(plans: Iterable[UnitPlan]) -> list[Axis]:
-    """The partial axes of all units, in the one order in which every rank walks them.
+def partial_axes(plans: Iterable[UnitPlan | Member]) -> list[Axis]:
+    """The partial axes of all units or parameters, in the one order in which every rank walks them.
 
     Each rank knows some of the axes only; with one global order no two ranks wait for each other.
     """

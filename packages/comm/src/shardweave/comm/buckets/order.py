@@ -83,6 +83,7 @@ class OrderedReduction:
         self._at_once = len(buckets) if in_flight is None else in_flight
         self._next = 0
         self._ready: list[set[int]] = [set() for _ in buckets]
+        self._expected = [len(bucket.local.parameters) for bucket in self._order]
         self._backward = -1
         self._in_flight: deque[tuple[Reducible, Tensor, Pending[Tensor]]] = deque()
         self._accumulating = 0
@@ -102,6 +103,13 @@ class OrderedReduction:
         """Stops listening."""
         for subscription in self._subscriptions:
             subscription.remove()
+
+    def expect_trained(self) -> None:
+        """Buckets wait for gradients of the parameters that require them now; the others' are zeros, as if unused.
+
+        On all ranks alike, between a cycle's end and the next backward pass.
+        """
+        self._expected = [sum(p.requires_grad for p in bucket.local.parameters) for bucket in self._order]
 
     def begin_accumulation(self) -> None:
         """Gradients that arrive from now on are not the last ones."""
@@ -158,8 +166,7 @@ class OrderedReduction:
 
     def _advance(self) -> None:
         while self._next < len(self._order):
-            bucket, ready = self._order[self._next], self._ready[self._next]
-            if len(ready) < len(bucket.local.parameters):
+            if len(self._ready[self._next]) < self._expected[self._next]:
                 return
             self._launch()
 

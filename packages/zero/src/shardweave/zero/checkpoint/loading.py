@@ -74,6 +74,7 @@ def load_checkpoint(
     shapes or types, or of another optimizer; nothing is changed.
     """
     path = Path(path)
+    optimizer.take_in_unfrozen()
     manifest = read_manifest_together(path, world)
     streams = capture_streams(generators or {})
     request = request_of(optimizer, manifest, strict=strict)
