@@ -8,12 +8,14 @@
 :class:`ShardPiece`        what a rank keeps and updates of one parameter
 :func:`decay_groups`       parameter groups: decay for matrices only
 :func:`plan_units`         which parameters share a flat buffer: :class:`UnitPlan`, :class:`Slot`
+:func:`even_batches`       as many turns of a loop on every rank, whoever has how many batches
 =========================  ==================================================================================
 """
 
 from __future__ import annotations
 
 from ._version import __version__
+from .batches import Turn, even_batches
 from .groups import decay_groups
 from .loss_scale import LossScale
 from .offload import Offload
@@ -30,10 +32,12 @@ __all__ = [
     "Offload",
     "ShardPiece",
     "Slot",
+    "Turn",
     "UnitKey",
     "UnitPlan",
     "ZeroOptimizer",
     "__version__",
     "decay_groups",
+    "even_batches",
     "plan_units",
 ]
