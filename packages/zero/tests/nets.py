@@ -13,7 +13,7 @@ from shardweave.zero import ZeroOptimizer
 
 __all__ = ["STAGES", "Net", "assert_equal", "batch", "loss_of", "make_optimizer", "model", "one_process"]
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 """Every stage there is."""
 
 

@@ -4,7 +4,7 @@ Between uses each rank keeps its own part, and the buffer has no memory::
 
     released    own      [ part of this rank ]
                 buffer   shape and views, no memory
-    gathered    buffer   [ a.weight          | a.bias | b.weight                | b.bias |pad]      all-gather of the parts
+    gathered    buffer   [ a.weight          | a.bias | b.weight                | b.bias |pad]   all-gather of parts
 
 The buffer stays one tensor with one storage, which is emptied and filled again. So the parameters stay views of it, and
 so do the tensors that autograd saved in the forward pass: filled again, they are what they were.

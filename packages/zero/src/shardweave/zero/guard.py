@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GuardedParameter", "Resident", "guard", "unguard"]
+__all__ = ["GuardedParameter", "Resident", "guard", "unguard", "watch_outputs"]
 
 _ATTRIBUTE = "_shardweave_resident"
 
@@ -68,7 +68,7 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override] # torch's takes an option of no use here
         """Without its values: they may not be here."""
         with torch._C.DisableTorchFunctionSubclass():
             return (
@@ -192,14 +192,25 @@ def _watch(tensor: Tensor, resident: Resident) -> None:
         return
     node = tensor.grad_fn
     if node is not None and node.name() != _BLIND_NODE:
-        asked = weakref.ref(resident)
+        _ask_before(node, resident)
 
-        def ask(gradients: Any) -> None:
-            alive = asked()
-            if alive is not None:
-                alive.use_in_backward()
 
-        node.register_prehook(ask)
+def watch_outputs(outputs: Any, resident: Resident) -> None:
+    """Has the backward pass through what a module returned ask for the unit, where no parameter could see to it."""
+    for tensor in _tensors(outputs):
+        if tensor.grad_fn is not None:
+            _ask_before(tensor.grad_fn, resident)
+
+
+def _ask_before(node: torch.autograd.graph.Node, resident: Resident) -> None:
+    asked = weakref.ref(resident)
+
+    def ask(gradients: Any) -> None:
+        alive = asked()
+        if alive is not None:
+            alive.use_in_backward()
+
+    node.register_prehook(ask)
 
 
 def _note_writes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:

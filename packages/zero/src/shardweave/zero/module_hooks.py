@@ -6,19 +6,29 @@
       ...                                    its functions find whole parameters
     its end, also by an exception            leave   released, unless kept
 
+[Note: Compiled modules]
+    torch.compile traces what a module does, and would trace the guards of its parameters too. So the hooks themselves are
+    left out of it, and while a compiled module runs, everything in it is gathered and its parameters are plain ones; the
+    backward pass asks for them where it enters the module's outputs. Compile the layers, not the model as a whole, to
+    have one of them gathered at a time.
+
 The hooks of the root, or of each part that a pipeline runs, enclose the others': at its end nothing idle is left.
 Everything else that touches a parameter is the guard's (``guard.py``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from shardweave.comm import Subscription, gradient_work
 
+from .guard import watch_outputs
 from .residency import Member, Residency
 
 __all__ = ["ModuleHooks"]
@@ -35,6 +45,8 @@ class ModuleHooks:
     ) -> None:
         self._residency = residency
         self._depth = 0
+        self._compiled: list[tuple[int, tuple[Member, ...]]] = []
+        """Of compiled modules that run: how many modules are around them, and what is in them."""
         self._handles: list[Any] = []
         for module in dict.fromkeys([*roots, *owned]):
             members = tuple(owned.get(module, ()))
@@ -44,11 +56,18 @@ class ModuleHooks:
                 module.register_forward_hook(self._leaving(members, is_root=is_root), always_call=True),
             ]
         self._subscriptions: list[Subscription] = []
-        for member in residency.members:
+        self.listen()
+
+    def listen(self) -> None:
+        """To the gradients of what is trained now."""
+        for subscription in self._subscriptions:
+            subscription.remove()
+        self._subscriptions.clear()
+        for member in self._residency.members:
             for slot, parameter in enumerate(member.flat.parameters):
                 if parameter.requires_grad:
+                    listener = _listener(self._residency, member, slot)
                     work = gradient_work(parameter)
-                    listener = _listener(residency, member, slot)
                     self._subscriptions.append(work.subscribe(parameter, listener, every=True))
 
     def detach(self) -> None:
@@ -57,18 +76,56 @@ class ModuleHooks:
             handle.remove()
 
     def _entering(self, members: Sequence[Member]) -> Callable[..., None]:
+        @_disable_dynamo
         def enter(module: nn.Module, arguments: Any) -> None:
             self._depth += 1
-            self._residency.enter(members, outermost=self._depth == 1)
+            if not self._compiled and _in_compiled_code():
+                inside = self._inside(module)
+                self._compiled.append((self._depth, inside))
+                self._residency.enter(inside, outermost=self._depth == 1)
+                for member in inside:
+                    member.unguard()
+            else:
+                self._residency.enter(members, outermost=self._depth == 1)
 
         return enter
 
     def _leaving(self, members: Sequence[Member], *, is_root: bool) -> Callable[..., None]:
+        @_disable_dynamo
         def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
+            last = is_root and self._depth == 1
+            if self._compiled and self._compiled[-1][0] == self._depth:
+                _, inside = self._compiled.pop()
+                for member in inside:
+                    watch_outputs(outputs, member)
+                    member.guard()
+                self._residency.leave(inside, last=last)
+            else:
+                self._residency.leave(members, last=last)
             self._depth -= 1
-            self._residency.leave(members, last=is_root and self._depth == 0)
 
         return leave
+
+    def _inside(self, module: nn.Module) -> tuple[Member, ...]:
+        found = {id(parameter) for parameter in module.parameters()}
+        return tuple(
+            member
+            for member in self._residency.members
+            if any(id(parameter) in found for parameter in member.flat.parameters)
+        )
+
+
+def _in_compiled_code() -> bool:
+    """Whether torch.compile has to do with who called. See [Note: Compiled modules]."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _listener(residency: Residency, member: Member, slot: int) -> Callable[[Any], None]:

@@ -58,6 +58,7 @@ from .module_units import ModuleUnit, UnitChoice, module_units
 from .options import Gathering, Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
+from .prototype import element_states
 from .reduce import Reducer
 from .replicas import shard_axis
 from .stage3 import GatheredUnits
@@ -357,6 +358,14 @@ class ZeroOptimizer(Optimizer):
         place in the groups (``group0.3``)."""
         return self._names[id(parameter)]
 
+    def element_states(self, parameter: Parameter) -> dict[str, torch.dtype]:
+        """The torch optimizer's states that have one element for each of the parameter's (``exp_avg``, ...), and their
+        formats."""
+        masters = self._options.precision.resolve(parameter.dtype).masters
+        return element_states(
+            self._make_optimizer, parameter, torch.empty(0, dtype=masters, device=self._device)
+        )
+
     def residuals(self) -> Iterator[UnitResiduals]:
         """What compressed gradients have not sent yet, unit by unit, in forward order; nothing without compression."""
         return unit_residuals(self._units)
@@ -468,8 +477,11 @@ class ZeroOptimizer(Optimizer):
         self._device = parameters[0].device if parameters else torch.device("cpu")
         if self._device.type == "meta":
             self._device = local_device()
-        self._trained = [p for p in parameters if p.requires_grad]
-        self._frozen = [p for p in parameters if not p.requires_grad]
+        self._trained = [
+            p for p in parameters if p.requires_grad or (self._shards_parameters and _can_train(p))
+        ]
+        placed = {id(parameter) for parameter in self._trained}
+        self._frozen = [parameter for parameter in parameters if id(parameter) not in placed]
         self._group_of = {
             id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]
         }
@@ -486,7 +498,7 @@ class ZeroOptimizer(Optimizer):
         self._start_equal()
         if self._parts:
             self._gathered = GatheredUnits(
-                self._units, self._modules, self._parts, self._options.gathering, guarded=True
+                self._units, self._modules, self._parts, self._options.gathering, self._shard
             )
         self._num_groups = self._largest(len(self.param_groups))
         self._listen()
@@ -528,8 +540,13 @@ class ZeroOptimizer(Optimizer):
     def _listen(self) -> None:
         """To the gradients of all units, from now on."""
         self._reducer = Reducer(
-            self._units, self._data, eager=self._options.eager, frees=self._options.stage >= 2
+            [unit for unit in self._units if unit.trains],
+            self._data,
+            eager=self._options.eager,
+            frees=self._options.stage >= 2,
         )
+        for unit in self._units:
+            unit.frozen = {slot for slot, p in enumerate(unit.parameters) if not p.requires_grad}
         self._norm = NormRanges(
             self._units,
             self._data,
@@ -552,26 +569,38 @@ class ZeroOptimizer(Optimizer):
         """Somebody was frozen or unfrozen somewhere; see [Note: requires_grad may change]. Collective."""
         self._roster.agree()
         new = [p for p in self._unfreezing.parameters if p.requires_grad and _owner(p) is None]
+        units = tuple(unit for unit in self._units if unit.trains and unit not in self._reducer.units)
         if new:
             self._unfreezing.taken(new)
-            units = self._units_of(new)
+            units += self._units_of(new)
+            self._trained += new
+        if units:
             added = Reducer(units, self._data, eager=False, frees=self._options.stage >= 2)
             added.finish()  # what came before anybody knew
             added.order.detach()
-            self._trained += new
             order = {of_one: number for number, of_one in enumerate(self._names)}
             self._units = tuple(
-                sorted((*self._units, *units), key=lambda unit: min(order[id(p)] for p in unit.parameters))
+                sorted(
+                    dict.fromkeys((*self._units, *units)),
+                    key=lambda unit: min(order[id(p)] for p in unit.parameters),
+                )
             )
             self._reducer.order.detach()
             self._listen()
         for unit in self._units:
             unit.frozen = {slot for slot, p in enumerate(unit.parameters) if not p.requires_grad}
+        if self._gathered is not None:
+            self._gathered.listen()
         self._reducer.order.expect_trained()
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether parameters are whole only while in use; frozen ones too, so these have a place from the start."""
+        return self.stage == 3 and self._shard.size > 1
 
     def _split_modules(self) -> list[ModuleUnit]:
         """What stage 3 gathers together; nothing where nothing is sharded."""
-        if self.stage < 3 or self._shard.size == 1:
+        if not self._shards_parameters:
             return []
         limit = int(self._options.bucket_mb * 2**20) // 4
         return module_units(self._modules, self._trained, limit=limit, choice=self._unit_choice)
@@ -597,6 +626,10 @@ class ZeroOptimizer(Optimizer):
     def _check_usable(self) -> None:
         if self._closed:
             raise ValueError("another ZeroOptimizer was built over these parameters; use that one")
+        if self._gathered is not None and self._gathered.residency.contexts:
+            raise RuntimeError(
+                "step inside full_parameters(): the parameters there would be the old ones; leave it first"
+            )
         check_records(self._trained, [self._names[id(p)] for p in self._trained], self._records)
         for unit in self._units:
             unit.flat.check_in_place(unit.names)
@@ -719,6 +752,10 @@ def _listed_modules(module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.
 
 
 def _numbers(parts: Sequence[ModuleUnit], parameters: Sequence[Parameter]) -> list[int]:
-    """For each parameter the number of its part."""
+    """For each parameter a number of its part; frozen ones have another, as no gradients are collected for them."""
     found = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters}
-    return [found[id(parameter)] for parameter in parameters]
+    return [2 * found[id(parameter)] + (not parameter.requires_grad) for parameter in parameters]
+
+
+def _can_train(parameter: Parameter) -> bool:
+    return parameter.is_floating_point()

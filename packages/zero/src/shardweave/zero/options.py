@@ -12,9 +12,33 @@ from .loss_scale import LossScale
 from .offload import Offload
 from .precision import MixedPrecision
 
-__all__ = ["Options"]
+__all__ = ["Gathering", "Options"]
 
-_STAGES = (0, 1, 2)
+_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """How much of the parameters stage 3 gathers at a time. Elements are this rank's, of whole units, with padding."""
+
+    prefetch: int = 1
+    """Units that are gathered ahead of their use."""
+    max_live_parameters: int | None = None
+    """Elements gathered at once, at most; ``None``: no bound. It goes before prefetching and keeping."""
+    keep_gathered: int = 0
+    """Elements that may stay gathered from their first use in a step to its end, instead of being gathered again for
+    the backward pass and for each micro-batch."""
+    persistent_parameters: int = 0
+    """Units of up to so many elements are gathered once a step, and stay."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "keep_gathered", "persistent_parameters"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value!r}: give a whole number, 0 or more")
+        limit = self.max_live_parameters
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise ValueError(f"max_live_parameters={limit!r}: give a number of elements above 0, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +55,11 @@ class Options:
     reduction: str
     loss_scale: LossScale | None
     compression: Compression | None
+    gathering: Gathering = Gathering()
 
     def __post_init__(self) -> None:
-        if self.stage == 3 and not isinstance(self.stage, bool):
-            raise ValueError("stage=3 (sharded parameters) is not built yet; use stage 2, the next in memory")
         if self.stage not in _STAGES or isinstance(self.stage, bool):
-            raise ValueError(f"stage={self.stage!r}: choose one of 0, 1, 2")
+            raise ValueError(f"stage={self.stage!r}: choose one of 0, 1, 2, 3")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(
                 f"clip={self.clip!r}: give the largest allowed norm, above 0, or None for no clipping"
@@ -53,6 +76,11 @@ class Options:
             raise ValueError(
                 f"shard_between_micro_batches=True has no effect with stage={self.stage}, which keeps gradients "
                 f"whole; use stage=2, or leave it out"
+            )
+        if self.stage < 3 and self.gathering != Gathering():
+            raise ValueError(
+                f"prefetch, max_live_parameters, keep_gathered and persistent_parameters have no effect with "
+                f"stage={self.stage}, where every rank has all parameters; use stage=3, or leave them out"
             )
         if self.nonfinite not in ("skip", "stop", "ignore"):
             raise ValueError(f"nonfinite={self.nonfinite!r}: choose one of 'skip', 'stop', 'ignore'")
@@ -85,7 +113,7 @@ class Options:
 
     @property
     def eager(self) -> bool:
-        """Whether each micro-batch is reduced, so that no whole gradient outlives it. Stage 2 is chosen for
-        its memory, so there that is the default; compression sends a step's gradient once."""
+        """Whether each micro-batch is reduced, so that no whole gradient outlives it. Stages 2 and 3 are chosen for
+        their memory, so there that is the default; compression sends a step's gradient once."""
         whole = self.shard_between_micro_batches is False or self.compression is not None
-        return self.stage == 2 and not whole
+        return self.stage >= 2 and not whole

@@ -26,7 +26,7 @@ class Reducer:
     """
 
     def __init__(self, units: Sequence[Unit], axis: Axis, *, eager: bool, frees: bool) -> None:
-        self._units = tuple(reversed(units))
+        self.units = tuple(reversed(units))
         self.order = OrderedReduction(
             units, alone=axis.size == 1, eager=eager, in_flight=_IN_FLIGHT if frees else None
         )
@@ -35,20 +35,20 @@ class Reducer:
         """Reduces what is left, waits for everything and sums over the partial axes."""
         self.order.finish()
         self._sum_partial()
-        for unit in self._units:
+        for unit in self.units:
             unit.complete_gradient()
 
     def discard(self) -> None:
         """Brings what is under way to its end and forgets it."""
         self.order.discard()
-        for unit in self._units:
+        for unit in self.units:
             unit.drop_gradient()
             if unit.compressed is not None:
                 unit.compressed.part.undo()
 
     def _sum_partial(self) -> None:
-        for axis in partial_axes(unit.plan for unit in self._units):
-            concerned = [unit for unit in self._units if axis in unit.plan.key.partial]
+        for axis in partial_axes(unit.plan for unit in self.units):
+            concerned = [unit for unit in self.units if axis in unit.plan.key.partial]
             pending = [unit.start_partial_sum(axis) for unit in concerned]
             for one in pending:
                 if one is not None:

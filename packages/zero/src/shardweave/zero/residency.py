@@ -14,14 +14,15 @@ What is gathered and not in use is *idle*: gathered ahead, kept, or used outside
 
 [Note: One order]
     Gathering is collective, so all ranks have to begin uses in the same order; that order may change from step to step.
-    What is gathered ahead, kept and released follows from the order alone. A digest of it is compared in every step.
+    What is gathered ahead, kept and released follows from the order alone. A use that does not follow the one before as
+    it did last time is agreed on first (``same_order.py``): any difference between ranks begins with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from zlib import crc32
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +31,19 @@ from shardweave.comm import gradient_work
 from .gathered import GatheredParameters
 from .guard import Resident, guard, unguard
 from .options import Gathering
+from .same_order import SameOrder
 
 __all__ = ["Member", "Residency"]
+
+
+class _Use(NamedTuple):
+    """A use of a unit, as far as what follows it is concerned."""
+
+    number: int
+    backward: bool
+
+
+_NONE = _Use(-1, False)
 
 
 class Member:
@@ -75,6 +87,16 @@ class Member:
         if self.task is None:
             self._residency.use_in_backward(self)
 
+    def guard(self) -> None:
+        """Its parameters watch over their uses from now on."""
+        for parameter in self.flat.parameters:
+            guard(parameter, self)
+
+    def unguard(self) -> None:
+        """Its parameters are plain ones, while they are gathered."""
+        for parameter in self.flat.parameters:
+            unguard(parameter)
+
     def touch(self) -> None:
         """See :class:`~.guard.Resident`."""
         self.flat.touch()
@@ -87,9 +109,8 @@ class Member:
 class Residency:
     """Gathers and releases the units of one optimizer, on one rank. See [Note: One order].
 
-    ``flats``: of the units, in forward order; ``labels``: what to call them. ``guarded``: whether parameters watch
-    over their uses; if not, they are read by the modules that own them only. Nothing but persistent units is gathered
-    afterwards.
+    ``flats``: of the units, in forward order; ``labels``: what to call them; ``same``: over the ranks that gather
+    together. Nothing but persistent units is gathered afterwards.
     """
 
     def __init__(
@@ -97,8 +118,7 @@ class Residency:
         flats: Sequence[GatheredParameters],
         labels: Sequence[str],
         options: Gathering,
-        *,
-        guarded: bool = True,
+        same: SameOrder,
     ) -> None:
         self._options = options
         self._check_bound(flats, labels)
@@ -109,15 +129,15 @@ class Residency:
         self._live = 0
         self._kept: set[int] = set()
         self._clock = 0
-        self._order = 0
-        self._next: dict[tuple[int, int, int], int] = {}
-        self._last: dict[int, tuple[int, int]] = {}
+        self._follows: dict[tuple[_Use, _Use], _Use] = {}
+        self._last: tuple[_Use, _Use] = (_NONE, _NONE)
+        self._same = same
         self._strays: list[Member] = []
+        self.contexts = 0
+        """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
-        if guarded:
-            for member in self.members:
-                for parameter in member.flat.parameters:
-                    guard(parameter, member)
+        for member in self.members:
+            member.guard()
         self.gather_persistent()
 
     # -- uses ------------------------------------------------------------------------------------------
@@ -177,14 +197,16 @@ class Residency:
     @contextmanager
     def whole(self, wanted: Sequence[Member]) -> Iterator[None]:
         """Everything of ``wanted`` is gathered inside, whatever the bound; collective."""
+        self._same.check(f"the parameters of {len(wanted)} units, in full_parameters()")
+        self.contexts += 1
         for member in wanted:
             member.users += 1
-            self._note(member)
             self._start(member)
             member.flat.gather()
         try:
             yield
         finally:
+            self.contexts -= 1
             for member in wanted:
                 member.users -= 1
                 self._release(member)
@@ -222,52 +244,51 @@ class Residency:
             self._start(member)
         for member in self.members:
             member.flat.gather()
-            for parameter in member.flat.parameters:
-                unguard(parameter)
+            member.unguard()
 
     @property
     def live(self) -> int:
         """Elements that are gathered now."""
         return self._live
 
-    @property
-    def digest(self) -> int:
-        """Of the order of all uses so far, in 32 bits: the same on all ranks, or they did not gather alike."""
-        return self._order
-
     # -- how -------------------------------------------------------------------------------------------
 
     def _require(self, member: Member) -> None:
         """Begins a use: the values are there afterwards, and those of the next use are on their way."""
-        backward = self._note(member)
-        if not member.flat.live and not self._make_room(member):
-            raise RuntimeError(self._too_much(member))
+        expected = self._note(member)
+        if not member.flat.live:
+            if not self._make_room(member):
+                raise RuntimeError(self._too_much(member))
+            if expected != self._last[1]:
+                self._same.check(member.label, None if expected is None else lambda: self._words(expected))
         self._start(member)
         member.flat.gather()
-        ahead, place = member, self._last[backward]
+        place = self._last
         for _ in range(self._options.prefetch):
-            number = self._next.get((backward, *place))
-            if number is None:
+            following = self._follows.get(place)
+            if following is None or following.backward != place[1].backward:
                 return
-            ahead, place = self.members[number], (place[1], number)
+            place = (place[1], following)
+            ahead = self.members[following.number]
             if not ahead.flat.live and not self._make_room(ahead):
                 return
             self._start(ahead)
 
-    def _note(self, member: Member) -> int:
-        """Notes that ``member`` follows what was used before in this direction; 1 in a backward pass, else 0."""
-        backward = int(current_backward() >= 0)
-        before, last = self._last.get(backward, (-1, -1))
-        self._next[backward, before, last] = member.number
-        self._last[backward] = (last, member.number)
-        self._last.pop(1 - backward, None)
+    def _note(self, member: Member) -> _Use | None:
+        """Notes the use as the one that follows the two before; what followed them last time."""
+        use = _Use(member.number, current_backward() >= 0)
+        expected = self._follows.get(self._last)
+        self._follows[self._last] = use
+        self._last = (self._last[1], use)
         self._clock += 1
         member.used_at = self._clock
-        self._order = crc32(member.number.to_bytes(4, "little"), self._order)
-        return backward
+        return expected
+
+    def _words(self, use: _Use) -> str:
+        return f"{self.members[use.number].label} in the {'backward' if use.backward else 'forward'} pass"
 
     def _too_much(self, member: Member) -> str:
-        used = [other for other in self.members if other.in_use and other is not member]
+        used = [other for other in self.members if self._is_held(other, member) and other is not member]
         needed = sum(other.size for other in used) + member.size
         return (
             f"max_live_parameters={self._options.max_live_parameters}: {member.label} is needed while "
@@ -300,20 +321,19 @@ class Residency:
         limit = self._options.max_live_parameters
         if limit is None:
             return True
-        idle = sorted(
-            (
-                other
-                for other in self.members
-                if other.flat.live and not other.in_use and not self._always(other)
-            ),
-            key=lambda other: other.used_at,
-        )
+        idle = [other for other in self.members if other.flat.live and not self._is_held(other, member)]
+        idle.sort(key=lambda other: other.used_at)
         for other in idle:
             if self._live + member.size <= limit:
                 break
             self._kept.discard(other.number)
             self._free(other)
         return self._live + member.size <= limit
+
+    def _is_held(self, other: Member, needed: Member) -> bool:
+        """Whether ``other`` has to stay while ``needed`` is gathered: a function may read both at once."""
+        together = needed in self._strays and other in self._strays
+        return other.in_use or together or self._always(other)
 
     def _pin(self, member: Member, task: int) -> None:
         if member.task is None:

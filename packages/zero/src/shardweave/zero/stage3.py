@@ -17,11 +17,14 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from shardweave.comm import Axis
+
 from .gathered import GatheredParameters
 from .module_hooks import ModuleHooks
 from .module_units import ModuleUnit
 from .options import Gathering
 from .residency import Member, Residency
+from .same_order import SameOrder
 from .unit import Unit
 
 __all__ = ["GatheredUnits"]
@@ -30,7 +33,8 @@ __all__ = ["GatheredUnits"]
 class GatheredUnits:
     """The units of one optimizer that are sharded between their uses.
 
-    ``roots``: the modules that the parameters are in; ``parts``: what :func:`~.module_units.module_units` made of them.
+    ``roots``: the modules that the parameters are in; ``parts``: what :func:`~.module_units.module_units` made of them;
+    ``shard``: the ranks that a unit is sharded over.
     """
 
     def __init__(
@@ -39,14 +43,13 @@ class GatheredUnits:
         roots: Sequence[nn.Module],
         parts: Sequence[ModuleUnit],
         options: Gathering,
-        *,
-        guarded: bool,
+        shard: Axis,
     ) -> None:
         flats = [unit.flat for unit in units if isinstance(unit.flat, GatheredParameters)]
         home = {id(parameter): part for part in parts for parameter in part.parameters}
         homes = [{id(p): home[id(p)] for p in flat.parameters} for flat in flats]
         labels = [_label(list(of_unit.values())) for of_unit in homes]
-        self.residency = Residency(flats, labels, options, guarded=guarded)
+        self.residency = Residency(flats, labels, options, SameOrder(shard))
         owned: dict[nn.Module, list[Member]] = {}
         for member, of_unit in zip(self.residency.members, homes, strict=True):
             for module in dict.fromkeys(part.module for part in of_unit.values()):
@@ -70,6 +73,10 @@ class GatheredUnits:
         """The shards have other values: what was gathered is released, and persistent units are gathered again."""
         self.residency.forget()
         self.residency.gather_persistent()
+
+    def listen(self) -> None:
+        """Something was frozen or unfrozen."""
+        self._hooks.listen()
 
     def detach(self) -> None:
         """Everything is gathered and stays; nobody watches any more. Collective."""

@@ -101,6 +101,11 @@ class Unit:
         return self.flat.parameters
 
     @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained now."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether there is a gradient here, reduced or not, that no step has used."""
         return self.local.waiting or self._incoming is not None or self.shard.gradient is not None
