@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,22 +94,23 @@ def train(
 @pytest.mark.ranks(2)
 def test_a_compiled_module() -> None:
     """Compiled before the optimizer is built over it and afterwards, whole and in place; two micro-batches a step."""
+    # Of stage 3's hooks, which are not traced: where a trace is interrupted, torch itself looks at .grad of everything.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     axis = Mesh(dp=2).data
     right = plainly(2, micros=2)
-    for stage in STAGES:
-        for before in (True, False):
-            torch.compiler.reset()
-            net = layers()
-            call: Any = net
-            if before:
-                call = torch.compile(net, backend="aot_eager")
-            optimizer = make_optimizer(
-                net, torch.optim.AdamW, stage=stage, data=axis, lr=0.01, bucket_mb=SMALL
-            )
-            if not before:
-                net.compile(backend="aot_eager")
-            train(net, call, optimizer, axis, micros=2)
-            assert_equal(net, right)
+    for stage, before in ((0, True), (1, False), (2, True), (3, False), (3, True)):
+        torch.compiler.reset()
+        net = layers()
+        call: Any = net
+        if before:
+            call = torch.compile(net, backend="aot_eager")
+        optimizer = make_optimizer(
+            net, torch.optim.AdamW, stage=stage, data=axis, lr=0.01, bucket_mb=SMALL
+        )
+        if not before:
+            net.compile(backend="aot_eager")
+        train(net, call, optimizer, axis, micros=2)
+        assert_equal(net, right)
 
 
 @pytest.mark.ranks(2)
@@ -219,8 +221,9 @@ def test_b072_adapters_beside_a_frozen_layer() -> None:
             assert torch.equal(net.base.weight, start.base.weight)
             assert torch.equal(net.base.bias, start.base.bias)
             assert not net.base.weight.requires_grad
-            assert set(optimizer.state) <= {net.down, net.up}
-            assert {piece.name for piece in optimizer.pieces()} <= {"down", "up"}
-            states = sum(piece.state["exp_avg"].numel() for piece in optimizer.pieces())
+            assert not any(optimizer.state.get(parameter) for parameter in net.base.parameters())
+            with_state = [piece for piece in optimizer.pieces() if piece.state]
+            assert {piece.name for piece in with_state} <= {"down", "up"}
+            states = sum(piece.state["exp_avg"].numel() for piece in with_state)
             held = all_reduce(torch.tensor(float(states)), axis)
             assert float(held) == (10 + 14) * (2 if stage == 0 else 1)
