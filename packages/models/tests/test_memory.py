@@ -55,21 +55,31 @@ def test_states_of_split_models_are_those_of_real_tensors(ranks: int) -> None:
 
 
 def test_zero_shards_as_its_paper_says() -> None:
-    """Rajbhandari et al. (arXiv 1910.02054), with float32 gradients: (2 + 4 + 12), then 12/N, then 4/N."""
+    """Rajbhandari et al. (arXiv 1910.02054, section 3), with float32 gradients, then in 16 bits as there.
+
+    2 + 4 + 12, then 12/N, then 4/N, then 2/N; whole gradients kept at stage 2 are those of stage 1.
+    """
     config = preset("gpt2")
     count = 124_439_808
-    plain, first, second = (
-        memory(config, layout=RankLayout(data=64, zero_stage=stage), dtype=torch.bfloat16)
-        for stage in range(3)
-    )
     shard = -(-count // 64)
-    assert (plain.parameters, plain.gradients, plain.optimizer) == (2 * count, 4 * count, 12 * count)
-    assert (first.parameters, first.gradients, first.optimizer) == (
-        2 * count,
-        4 * count + 4 * shard,
-        12 * shard,
-    )
-    assert (second.parameters, second.gradients, second.optimizer) == (2 * count, 4 * shard, 12 * shard)
+    for gradients, size in ((None, 4), (torch.bfloat16, 2)):
+        uses = [
+            memory(
+                config,
+                layout=RankLayout(data=64, zero_stage=stage),
+                dtype=torch.bfloat16,
+                gradients=gradients,
+            )
+            for stage in range(4)
+        ]
+        assert [(use.parameters, use.gradients, use.optimizer) for use in uses] == [
+            (2 * count, size * count, 12 * count),
+            (2 * count, size * count, 12 * shard),
+            (2 * count, size * shard, 12 * shard),
+            (2 * shard, size * shard, 12 * shard),
+        ]
+    whole = RankLayout(data=64, zero_stage=2, whole_gradients=True)
+    assert memory(config, layout=whole) == memory(config, layout=RankLayout(data=64, zero_stage=1))
     assert memory(config, layout=RankLayout(zero_stage=2)) == memory(config)
 
 

@@ -261,7 +261,10 @@ def test_bytes_of_each_stage() -> None:
     loss_of(net, batch(0, axis.rank)).backward()
     optimizer.step()
     moved = mesh.ledger.total("data", "all_reduce")
-    assert (moved.elements, moved.calls) == (psi + 5, len(optimizer.units) + 1)  # and the five numbers of the summary
+    assert (moved.elements, moved.calls) == (
+        psi + 5,
+        len(optimizer.units) + 1,
+    )  # and the five numbers of the summary
 
 
 @pytest.mark.ranks(2)
@@ -303,7 +306,6 @@ def test_stage_two_frees_gradients() -> None:
             buffers = (
                 unit.local._buffer,
                 unit.local._spare,
-                unit._spare,
                 unit.shard.gradient,
                 unit._incoming,
             )

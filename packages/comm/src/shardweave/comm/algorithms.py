@@ -5,8 +5,9 @@ Measured on torch 2.13, gloo, 4 ranks: its reduce-scatter is an all-reduce insid
 and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everything and adding takes 7 ms.
 
     collective       NCCL               gloo                              axis without its own group
-    all_reduce       backend            small: gather and add, or         small: gather and add
-                                        doubling for 8, 16, ... ranks     else reduce-scatter
+    all_reduce       backend            16-bit floats of two ranks: sends 16-bit of two: sends and an add
+                                        and an add, small: gather and     small: gather and add
+                                        add, or doubling for 8, 16, ...   else reduce-scatter
                                         else backend, or, for 16-bit      + all-gather by sends
                                         floats and many ranks of a node,
                                         reduce-scatter + all-gather
@@ -106,6 +107,8 @@ def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
         return Steps([], NOTHING)
     size = buffer.numel() * buffer.element_size()
     if axis.virtual or not _native(buffer):
+        if axis.size == 2 and _narrow(buffer) and op in ("sum", "mean"):
+            return _swap(buffer, axis, op)
         if size * axis.size <= _SMALL or op not in ("sum", "mean"):
             if blocking and not axis.virtual and axis.size > _RING_RANKS and axis.size.bit_count() == 1:
                 return _double(buffer, axis, op)
@@ -280,6 +283,18 @@ def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
     mine = buffer.clone()  # ``buffer`` is written while slow peers may still be reading
     gather = all_gather(mine.unsqueeze(0), everything, [1] * axis.size, axis)
     return Steps(gather.works, gather.sent, lambda: combine(everything, buffer, op))
+
+
+def _swap(buffer: Tensor, axis: Axis, op: str) -> Steps:
+    """Two ranks send each other everything, and both add the same two: as many bytes as a ring of two sends in all, or
+    half as many where that would have to widen them."""
+    theirs = torch.empty_like(buffer)
+    peer, tag = 1 - axis.rank, _tag(axis, _GATHER)
+    works = post(
+        axis, [("receive", theirs, peer, tag), ("send", buffer, peer, tag)] if buffer.numel() else []
+    )
+    sent = to_peer(axis, peer, buffer.numel() * buffer.element_size())
+    return Steps(works, sent, lambda: _add_converted((buffer, theirs), buffer, op))
 
 
 def _double(buffer: Tensor, axis: Axis, op: str) -> Steps:

@@ -47,7 +47,10 @@ class RankLayout:
     """Size of the data axis."""
 
     zero_stage: int = 0
-    """0: everything whole; 1: optimizer state sharded over ``data``; 2: reduced gradients, too."""
+    """0: everything whole; 1: optimizer state sharded over ``data``; 2: gradients, too; 3: and parameters."""
+
+    whole_gradients: bool = False
+    """Whether gradients stay whole until the step although the stage could shard them before."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,11 @@ class MemoryUse:
     """Bytes on one rank, at the end of a backward pass, when most is held."""
 
     parameters: int
-    """In the dtype the model computes with."""
+    """In the dtype the model computes with. At stage 3 what is gathered at a time comes on top."""
 
     gradients: int
-    """Whole gradients (below stage 2) and reduced shards (from stage 1). In stage 2 a bucket or two on the way to
-    be reduced come on top."""
+    """Whole gradients below stage 2, of which the reduced ones are a part, and from there on reduced shards. A unit or
+    two on the way to be reduced come on top."""
 
     optimizer: int
     """Adam's two moments, and the float32 master copy of narrower parameters."""
@@ -81,10 +84,12 @@ def memory(
     micro_batch: int = 1,
     sequence: int | None = None,
     in_flight: int = 1,
+    gradients: torch.dtype | None = None,
 ) -> MemoryUse:
     """What one rank of ``layout`` holds while training ``config`` with AdamW.
 
-    ``dtype``: of the parameters; gradients, moments and reductions are float32 or wider, as ZeroOptimizer keeps them.
+    ``dtype``: of the parameters; ``gradients``: of theirs (default: float32 or wider, in which ZeroOptimizer keeps
+    masters and moments in any case).
     ``micro_batch``: sequences; ``sequence``: tokens of each (default: the config's). ``in_flight``: micro-batches
     whose activations are held at once, a schedule's peak for the stage.
     """
@@ -93,15 +98,13 @@ def memory(
     entries = parameter_shapes(config, where.part)
     count = sum(math.prod(local_shape(entry, where.tensor, where.tensor_rank)) for entry in entries)
     shard = math.ceil(count / where.data) if where.zero_stage > 0 else count
-    gradients = count * wide if where.zero_stage < 2 or where.data == 1 else 0
-    if where.zero_stage > 0 and where.data > 1:
-        gradients += shard * wide
+    sharded = where.zero_stage >= 2 and not where.whole_gradients
     master = wide if dtype.itemsize < wide else 0
     length = config.sequence if sequence is None else sequence
     kept = _Kept(config, where, micro_batch, length, dtype.itemsize, wide)
     return MemoryUse(
-        parameters=count * dtype.itemsize,
-        gradients=gradients,
+        parameters=(shard if where.zero_stage == 3 else count) * dtype.itemsize,
+        gradients=(shard if sharded else count) * (wide if gradients is None else gradients.itemsize),
         optimizer=shard * (2 * wide + master),
         activations=in_flight * kept.micro_batch() + kept.constants() + kept.logits(),
     )

@@ -35,7 +35,7 @@ _ROW = 256
 _SMALL = 1 << 12
 """Ranges with fewer elements are put together before they are summed: a call costs as much as thousands of elements."""
 
-_CONVERTED = 1 << 18
+_CONVERTED = 1 << 16
 """Elements that are converted at once: a multiple of a row, and small enough for a cache."""
 
 

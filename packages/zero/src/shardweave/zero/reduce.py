@@ -15,20 +15,21 @@ from .units import partial_axes
 
 __all__ = ["Reducer"]
 
-_IN_FLIGHT = 4
-"""Reductions at once where whole gradients are freed afterwards: more would hold them all on a slow link."""
+_IN_FLIGHT = 2
+"""Reductions on their way at once: each has memory for what it receives, up to a unit's."""
 
 
 class Reducer:
     """Reduces the gradients of the units over the data axis and their partial axes.
 
-    ``eager``: inside ``accumulate``, reduce each micro-batch. ``frees``: whole gradients do not outlive the reduction.
+    ``eager``: inside ``accumulate``, reduce each micro-batch. ``frees``: whole gradients do not outlive the reduction;
+    then one unit is on its way while the gradients of the next arrive, and no more exist.
     """
 
     def __init__(self, units: Sequence[Unit], axis: Axis, *, eager: bool, frees: bool) -> None:
         self.units = tuple(reversed(units))
         self.order = OrderedReduction(
-            units, alone=axis.size == 1, eager=eager, in_flight=_IN_FLIGHT if frees else None
+            units, alone=axis.size == 1, eager=eager, in_flight=1 if frees or _widened(units) else _IN_FLIGHT
         )
 
     def finish(self) -> None:
@@ -53,3 +54,8 @@ class Reducer:
             for one in pending:
                 if one is not None:
                     one.wait()
+
+
+def _widened(units: Sequence[Unit]) -> bool:
+    """Whether what travels is added up in a float32 copy of the whole, twice its size: 16-bit all-reduces."""
+    return any(unit.formats.reduction.itemsize < 4 and not unit.sharded for unit in units)

@@ -115,7 +115,9 @@ class Watcher:
         """Between the backward passes and the update: gradients are reduced and not clipped."""
         optimizer.finish_reduction()
         for piece in optimizer.pieces():
-            gradient = torch.zeros_like(piece.values) if piece.gradient is None else piece.gradient.clone()
+            gradient = torch.zeros_like(piece.values)
+            if piece.gradient is not None:
+                gradient.copy_(piece.gradient)
             self._seen.gradients.append(GradientPiece(piece.parameter, piece.begin, gradient))
 
 
