@@ -1,6 +1,6 @@
 """Every layout of four and eight ranks under every ZeRO stage: ``python -m integration_tests.every_layout``.
 
-What the tests try a third of, in a few minutes, against one process. Exit status 1 when a layout parts.
+What the tests try a fourth of, in a few minutes, against one process. Exit status 1 when a layout parts.
 """
 
 from __future__ import annotations

@@ -122,14 +122,15 @@ def layouts(ranks: int) -> Iterator[Layout]:
                 continue
             for sequence in (False, True) if tensor > 1 else (False,):
                 for name in ("gpipe", "1f1b") if pipeline > 1 else ("1f1b",):
-                    for stage in (0, 1, 2):
+                    for stage in (0, 1, 2, 3):
                         yield Layout(data, tensor, pipeline, sequence, name, stage)
 
 
 def one_stage_each(chosen: Iterable[Layout]) -> list[Layout]:
-    """Of layouts that differ in their ZeRO stage only, one, taking turns."""
+    """Of layouts that differ in their ZeRO stage only, one, taking turns; each round begins one later, as the layouts
+    come in fours themselves."""
     rest = dict.fromkeys(replace(layout, stage=0) for layout in chosen)
-    return [replace(layout, stage=number % 3) for number, layout in enumerate(rest)]
+    return [replace(layout, stage=(number + number // 4) % 4) for number, layout in enumerate(rest)]
 
 
 def small_run(layout: Layout | None = None, **settings: Any) -> Config:

@@ -58,7 +58,7 @@ def test_each_layout_is_tried_and_each_stage_with_every_axis(ranks: int) -> None
         replace(layout, stage=0) for layout in everything
     }
     for axis in ("data", "tensor", "pipeline"):
-        for stage in (0, 1, 2):
+        for stage in (0, 1, 2, 3):
             assert any(getattr(layout, axis) > 1 and layout.stage == stage for layout in tried)
 
 

@@ -127,7 +127,7 @@ def test_mistakes_end_with_their_status_and_one_paragraph(place: Path) -> None:
     [
         ("parallel.tensor=3", "`parallel.tensor: 3` does not divide `model.heads: 2`; use 1 or 2"),
         ("data.source=empty.txt", "data.source: empty.txt holds no text"),
-        ("zero.stage=3", "ZeRO stage 3 is not built yet"),
+        ("zero.offload=cpu", "offloading the optimizer state is not built yet"),
         ("batch.global=5", "`batch.global: 5` is not a multiple of"),
     ],
 )

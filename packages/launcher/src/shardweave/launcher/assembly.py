@@ -134,6 +134,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         data=mesh.data,
         shard=mesh.shard,
         model=mesh.model,
+        module=module,
         stage=config.zero.stage,
         clip=config.optimizer.clip,
         precision=_precision(config, dtype),
@@ -143,6 +144,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         reduction="sum",
         loss_scale=LossScale() if dtype == torch.float16 else None,
         compression=compression_of(config.comm),
+        **_gathering(config.zero),
         **_options(config.optimizer),
     )
     return Assembly(shape, layout, plan, module, pipeline, optimizer, device)
@@ -162,6 +164,12 @@ def _other_replicas(config: Config, mesh: Mesh) -> Iterator[Problem]:
 def _options(settings: OptimizerSettings) -> dict[str, Any]:
     adam = {} if settings.name == "sgd" else {"betas": settings.betas, "eps": settings.eps}
     return {"lr": settings.lr, **adam}
+
+
+def _gathering(settings: ZeroSettings) -> dict[str, int]:
+    """What stage 3 was told; below it these have no effect, which a warning says."""
+    told = {name: getattr(settings, name) for name in ("prefetch", "max_live_parameters", "keep_gathered")}
+    return {name: value for name, value in told.items() if value != "auto" and settings.stage == 3}
 
 
 def _between_micro_batches(settings: ZeroSettings) -> bool | None:

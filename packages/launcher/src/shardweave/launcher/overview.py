@@ -149,9 +149,11 @@ def _held(
             tensor_rank=rank,
             sequence_parallel=config.parallel.sequence and layout.tensor > 1,
             data=layout.data // num_replicas(config),
-            zero_stage=1 if _keeps_gradients_whole(config) else config.zero.stage,
+            zero_stage=config.zero.stage,
+            whole_gradients=_keeps_gradients_whole(config),
         ),
         dtype=DTYPES[config.precision],
+        gradients=DTYPES.get(config.zero.gradient_dtype),
         micro_batch=config.batch.micro,
         in_flight=in_flight,
     )
@@ -161,9 +163,9 @@ def _held(
 
 
 def _keeps_gradients_whole(config: Config) -> bool:
-    """Whether gradients stay whole until the step although stage 2 could shard them before."""
+    """Whether gradients stay whole until the step although the stage could shard them before."""
     told = config.zero.shard_between_micro_batches is False
-    return config.zero.stage == 2 and (told or config.comm.compression != "none")
+    return config.zero.stage >= 2 and (told or config.comm.compression != "none")
 
 
 def _shape(shape: TransformerConfig) -> str:

@@ -39,6 +39,9 @@ _ONE_STAGE = _when(
 _WHOLE_GRADIENTS = _when(
     lambda config: config.zero.stage < 2, "`zero.stage` is below 2: every rank keeps whole gradients"
 )
+_WHOLE_PARAMETERS = _when(
+    lambda config: config.zero.stage < 3, "`zero.stage` is below 3: every data rank keeps whole parameters"
+)
 _NOT_ADAM = _when(
     lambda config: config.optimizer.name == "sgd", "`optimizer.name` is sgd, which has no moments"
 )
@@ -88,6 +91,9 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("parallel", "schedule"), _ONE_STAGE),
     _Idle(("zero", "shard_between_micro_batches"), _WHOLE_GRADIENTS),
     _Idle(("zero", "replicas"), _NO_SHARDS),
+    _Idle(("zero", "prefetch"), _WHOLE_PARAMETERS),
+    _Idle(("zero", "max_live_parameters"), _WHOLE_PARAMETERS),
+    _Idle(("zero", "keep_gathered"), _WHOLE_PARAMETERS),
     _Idle(("optimizer", "betas"), _NOT_ADAM),
     _Idle(("optimizer", "eps"), _NOT_ADAM),
     _Idle(("optimizer", "min_lr"), _CONSTANT),

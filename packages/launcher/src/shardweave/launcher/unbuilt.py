@@ -47,16 +47,7 @@ table: tuple[Row, ...] = (
     Row(("parallel", "expert"), _above(1), "expert parallelism", "parallel.expert=1"),
     Row(("parallel", "chunks"), _above(1), "several stages per pipeline rank", "parallel.chunks=1"),
     Row(("parallel", "schedule"), _not("gpipe", "1f1b"), "this schedule", "parallel.schedule=1f1b or gpipe"),
-    Row(("zero", "stage"), _above(2), "ZeRO stage 3", "zero.stage=2"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
-    Row(("zero", "prefetch"), _not("auto"), "prefetching of stage 3", "zero.prefetch=auto"),
-    Row(
-        ("zero", "max_live_parameters"),
-        _not("auto"),
-        "this bound of stage 3",
-        "zero.max_live_parameters=auto",
-    ),
-    Row(("zero", "keep_gathered"), _not("auto"), "this threshold of stage 3", "zero.keep_gathered=auto"),
     Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
     Row(
         ("guard", "nonfinite"),
