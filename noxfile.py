@@ -222,17 +222,18 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("part", ["collectives", "comm"], ids=["collectives", "comm"])
+@nox.parametrize("part", ["collectives", "comm", "zero"], ids=["collectives", "comm", "zero"])
 def bench(session: nox.Session, part: str) -> None:
     """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
-    # `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options.
+    # `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options;
+    # DeepSpeed takes part in bench(zero) where the session's environment has it.
     install(session, PACKAGES)
     if part == "collectives":
         session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)
         return
-    scripts = sorted(path.stem for path in (ROOT / "packages/comm/benchmarks").glob("[!_]*.py"))
+    scripts = sorted(path.stem for path in (ROOT / f"packages/{part}/benchmarks").glob("[!_]*.py"))
     for script in session.posargs[:1] or scripts:
-        module = f"packages.comm.benchmarks.{script}"
+        module = f"packages.{part}.benchmarks.{script}"
         session.run("python", "-m", module, *session.posargs[1:], env=ENVIRONMENT)
 
 
