@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
+from packages.zero.tests.nets import STAGES, assert_equal, batch, loss_of, make_optimizer, model, one_process
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from shardweave.comm import Axis, Mesh
 from shardweave.zero import MixedPrecision, Offload, ZeroOptimizer
 
-STAGES = (0, 1, 2)
 SMALL = 0.0003  # MiB: several units even for the test net
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -39,7 +39,7 @@ def train(
 ) -> tuple[nn.Module, list[float]]:
     """The plain loop; the net starts differently on each rank: rank 0's values are to count."""
     net = model(seed=axis.rank)
-    optimizer = ZeroOptimizer(net.parameters(), kind, data=axis, bucket_mb=SMALL, **options, **arguments)
+    optimizer = make_optimizer(net, kind, data=axis, bucket_mb=SMALL, **options, **arguments)
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_sum_instead_of_mean() -> None:
 def test_schedulers_drive_the_update(stage: int) -> None:
     axis = Mesh(dp=2).data
     net = model()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, data=axis, stage=stage, lr=0.1)
+    optimizer = make_optimizer(net, torch.optim.AdamW, data=axis, stage=stage, lr=0.1)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=6, cycle_momentum=True)
     for step in range(5):
         optimizer.zero_grad()
@@ -168,6 +168,7 @@ def test_b058_groups_keep_their_settings(stage: int) -> None:
         torch.optim.AdamW,
         data=axis,
         stage=stage,
+        module=nn.ParameterList(parameters),
         lr=0.1,
     )
     for parameter in parameters:
@@ -193,8 +194,9 @@ def test_b059_sizes_that_do_not_divide(stage: int) -> None:
     for bucket_mb in (25, 1e-6):  # all in one unit; every parameter a unit of its own
         sharded, plain = [[nn.Parameter(value) for value in values(0)] for _ in range(2)]
         optimizer = ZeroOptimizer(
-            sharded, torch.optim.AdamW, data=axis, stage=stage, lr=0.1, clip=1.0, bucket_mb=bucket_mb
-        )
+            sharded, torch.optim.AdamW, data=axis, stage=stage, module=nn.ParameterList(sharded), lr=0.1, clip=1.0,
+            bucket_mb=bucket_mb,
+        )  # fmt: skip
         right = torch.optim.AdamW(plain, lr=0.1)
         for step in range(3):
             every_rank = [values(100 + 10 * step + rank) for rank in range(4)]
@@ -224,9 +226,8 @@ def test_a_parameter_nobody_used_is_left_alone_as_torch_does(stage: int) -> None
     """No decay, no momentum for ``.grad is None``; used on one rank only, the other counts as zero."""
     axis = Mesh(dp=2).data
     used, half, never = (nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64)) for _ in range(3))
-    optimizer = ZeroOptimizer(
-        [used, half, never], torch.optim.SGD, data=axis, stage=stage, lr=1.0, weight_decay=0.5
-    )
+    parameters = nn.ParameterList([used, half, never])
+    optimizer = make_optimizer(parameters, torch.optim.SGD, data=axis, stage=stage, lr=1.0, weight_decay=0.5)
     (used.sum() * 3 + (half.sum() if axis.rank == 1 else 0)).backward()
     optimizer.step()
     assert used.tolist() == [2.0 - 3.0 - 1.0] * 3
@@ -256,9 +257,7 @@ def test_a_step_consumes_its_gradients(stage: int) -> None:
     """No ``zero_grad``, or only the module's, which does not see reduced gradients; a skipped step as well."""
     axis = Mesh(dp=2).data
     net = model()
-    optimizer = ZeroOptimizer(
-        net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL
-    )
+    optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
     for step in range(3):
         if step == 1:
             (loss_of(net, batch(99, axis.rank)) * float("inf")).backward()
@@ -280,9 +279,7 @@ def test_zero_grad_drops_what_is_there(stage: int) -> None:
     """Also in the middle: a bad batch is thrown away and another one taken."""
     axis = Mesh(dp=2).data
     net = model()
-    optimizer = ZeroOptimizer(
-        net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL
-    )
+    optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
     for step in range(2):
         loss_of(net, batch(99, axis.rank) * 5).backward()
         optimizer.zero_grad()
@@ -294,21 +291,23 @@ def test_zero_grad_drops_what_is_there(stage: int) -> None:
     assert_equal(net, right)
 
 
+@pytest.mark.ranks(2)
 def test_zero_grad_to_zeros_keeps_parameters_in_the_step() -> None:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = ZeroOptimizer(weights, torch.optim.SGD, data=Axis.single(), lr=1.0, weight_decay=0.5)
-    weights[0].sum().backward()
-    optimizer.zero_grad(set_to_none=False)
-    optimizer.step()
-    assert weights[0].tolist() == [0.5, 0.5]
-    assert weights[1].tolist() == [1.0, 1.0]
-    optimizer.zero_grad(set_to_none=False)  # the step has consumed the zero, and it counts all the same
-    optimizer.step()
-    assert weights[0].tolist() == [0.25, 0.25]
-    assert weights[1].tolist() == [1.0, 1.0]
-    optimizer.zero_grad()
-    optimizer.step()
-    assert weights[0].tolist() == [0.25, 0.25]
+    for axis, stage in itertools.product((Axis.single("data"), Mesh(dp=2).data), STAGES):
+        weights = nn.ParameterList(torch.ones(2) for _ in range(2))
+        optimizer = make_optimizer(weights, torch.optim.SGD, stage=stage, data=axis, lr=1.0, weight_decay=0.5)
+        weights[0].sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert weights[0].tolist() == [0.5, 0.5]
+        assert weights[1].tolist() == [1.0, 1.0]
+        optimizer.zero_grad(set_to_none=False)  # the step has consumed the zero, and it counts all the same
+        optimizer.step()
+        assert weights[0].tolist() == [0.25, 0.25]
+        assert weights[1].tolist() == [1.0, 1.0]
+        optimizer.zero_grad()
+        optimizer.step()
+        assert weights[0].tolist() == [0.25, 0.25]
 
 
 def test_module_zero_grad_is_heard() -> None:
@@ -322,56 +321,77 @@ def test_module_zero_grad_is_heard() -> None:
     assert_equal(net, right)
 
 
+@pytest.mark.ranks(2)
 def test_gradients_can_be_read_and_edited_while_accumulating() -> None:
-    net = model()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
-    with optimizer.accumulate():
-        loss_of(net, batch(0, 0)).backward()
-    for parameter in net.parameters():
-        assert parameter.grad is not None
-        parameter.grad.mul_(0.5)
-    net.last.weight.grad = torch.mul(net.last.weight.grad, 1.0)  # type: ignore[arg-type]  # another tensor
-    optimizer.step()
-    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.05), 1, steps=1)
-    assert_equal(net, right)
+    for axis, stage in itertools.product((Axis.single("data"), Mesh(dp=2).data), STAGES):
+        net = model()
+        between = False if stage >= 2 else None  # or they are reduced already
+        optimizer = make_optimizer(
+            net, torch.optim.SGD, stage=stage, data=axis, lr=0.1, shard_between_micro_batches=between
+        )
+        with optimizer.accumulate():
+            loss_of(net, batch(0, axis.rank)).backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        net.last.weight.grad = torch.mul(net.last.weight.grad, 1.0)  # type: ignore[arg-type]  # another tensor
+        optimizer.step()
+        right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.05), axis.size, steps=1)
+        assert_equal(net, right)
 
 
+@pytest.mark.ranks(2)
 def test_closure() -> None:
-    net = model()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
+    axis = Mesh(dp=2).data
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 2, steps=1)
+    for stage in STAGES:
+        net = model()
+        optimizer = make_optimizer(net, torch.optim.SGD, stage=stage, data=axis, lr=0.1)
 
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(net, batch(0, 0))
-        loss.backward()
-        return float(loss.detach())
+        def closure(net: nn.Module = net, optimizer: ZeroOptimizer = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(net, batch(0, axis.rank))
+            loss.backward()
+            return float(loss.detach())
 
-    loss = optimizer.step(closure)
-    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 1, steps=1)
-    assert loss > 0
-    assert_equal(net, right)
+        assert optimizer.step(closure) > 0
+        assert_equal(net, right)
 
 
+@pytest.mark.ranks(2)
 def test_a_second_optimizer_takes_the_parameters_over() -> None:
-    net = model()
-    first = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
-    second = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
-    loss_of(net, batch(0, 0)).backward()
-    with pytest.raises(ValueError, match="another ZeroOptimizer"):
+    """Over the one at its own stage or any other, after it has trained."""
+    axis = Mesh(dp=2).data
+    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 2, steps=2)
+    for before, stage in itertools.product(STAGES, STAGES):
+        net = model()
+        first = make_optimizer(net, torch.optim.SGD, stage=before, data=axis, lr=0.1, bucket_mb=SMALL)
+        loss_of(net, batch(0, axis.rank)).backward()
         first.step()
-    second.step()
-    right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 1, steps=1)
-    assert_equal(net, right)
+        second = make_optimizer(net, torch.optim.SGD, stage=stage, data=axis, lr=0.1, bucket_mb=SMALL)
+        loss_of(net, batch(1, axis.rank)).backward()
+        with pytest.raises(ValueError, match="another ZeroOptimizer"):
+            first.step()
+        second.step()
+        assert_equal(net, right)
 
 
 @pytest.mark.ranks(2)
 def test_a_deleted_optimizer_leaves_gradients_alone() -> None:
-    net = model()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=Mesh(dp=2).data, lr=0.1)
-    del optimizer
-    gc.collect()
-    loss_of(net, batch(0, 0)).backward()
-    assert all(parameter.grad is not None for parameter in net.parameters())
+    axis = Mesh(dp=2).data
+    alone = model()
+    loss_of(alone, batch(0, axis.rank)).backward()
+    for stage in STAGES:
+        net = model()
+        optimizer = make_optimizer(net, torch.optim.SGD, stage=stage, data=axis, lr=0.1, bucket_mb=SMALL)
+        del optimizer
+        gc.collect()
+        loss_of(net, batch(0, axis.rank)).backward()
+        for parameter, right in zip(net.parameters(), alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert right.grad is not None
+            assert torch.equal(parameter.grad, right.grad)
+        assert_equal(net, [parameter.detach() for parameter in alone.parameters()])
 
 
 def test_what_cannot_work_is_refused_with_the_way_out() -> None:
@@ -383,8 +403,8 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
         )
 
     refused: dict[str, dict[str, Any]] = {
-        "not built yet; use stage 2": {"stage": 3},
-        "stage=4: choose one of 0, 1, 2": {"stage": 4},
+        "stage=3 .* give the module they are in": {"stage": 3},
+        "stage=4: choose one of 0, 1, 2, 3": {"stage": 4},
         "stage=True": {"stage": True},
         "Offload.CPU is not built yet": {"offload": Offload.CPU},
         "offload='cpu'": {"offload": "cpu"},
@@ -435,22 +455,26 @@ def test_every_way_to_give_parameters() -> None:
         assert_equal(net, right)
 
 
+@pytest.mark.ranks(2)
 def test_names_from_named_parameters() -> None:
-    net = model()
-    optimizer = ZeroOptimizer(net.named_parameters(), torch.optim.SGD, data=Axis.single(), lr=0.1)
-    assert "value/first.weight" in optimizer.local_state()
-    net.first.weight.data = net.first.weight.data.clone()
-    with pytest.raises(ValueError, match=r"parameter first\.weight was moved"):
-        optimizer.step()
+    for axis, stage in itertools.product((Axis.single("data"), Mesh(dp=2).data), STAGES):
+        net = model()
+        optimizer = make_optimizer(net, torch.optim.SGD, stage=stage, data=axis, lr=0.1)
+        assert {piece.name for piece in optimizer.pieces()} <= {name for name, _ in net.named_parameters()}
+        assert any(key.startswith("value/first.") for key in optimizer.local_state()) or axis.rank
+        net.first.weight.data = net.first.weight.data.clone()
+        with pytest.raises(ValueError, match=r"parameter first\.weight was moved"):
+            optimizer.step()
 
 
 @pytest.mark.ranks(2)
 def test_different_models_on_two_data_ranks_are_refused_on_both() -> None:
     axis = Mesh(dp=2).data
     sizes = (3, 4) if axis.rank else (4, 3)
-    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    with pytest.raises(ValueError, match="differ over axis 'data'"):
-        ZeroOptimizer(parameters, torch.optim.SGD, data=axis, lr=0.1)
+    for stage in STAGES:
+        parameters = nn.ParameterList(torch.zeros(size) for size in sizes)
+        with pytest.raises(ValueError, match="differ over axis 'data'"):
+            make_optimizer(parameters, torch.optim.SGD, stage=stage, data=axis, lr=0.1)
 
 
 def test_momentum_of_a_parameter_whose_first_gradient_comes_later() -> None:
@@ -471,7 +495,7 @@ def test_a_step_between_forward_and_backward_is_noticed(stage: int) -> None:
     axis = Mesh(dp=2).data
     for dtype in (torch.float64, torch.bfloat16):
         net = model(dtype=dtype)
-        optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=axis, stage=stage, lr=0.1)
+        optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1)
         loss_of(net, batch(0, axis.rank).to(dtype)).backward()
         stale = loss_of(net, batch(1, axis.rank).to(dtype))
         optimizer.step()
