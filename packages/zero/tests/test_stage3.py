@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardweave.comm import Axis, Mesh
-from shardweave.comm.testing import run_ranks
+from shardweave.comm.testing import RankError, run_ranks
 from shardweave.zero import MixedPrecision, ZeroOptimizer
 
 WIDTH, WORDS, LAYERS = 13, 31, 4
@@ -409,3 +410,38 @@ def test_after_exceptions_nothing_stays_gathered() -> None:
     optimizer.step()
     with optimizer.full_parameters():
         check([p.detach() for p in net.parameters()], right)
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        (
+            ([0, 1], [0, 2]),
+            "rank 1 is about to gather blocks.2 after blocks.0, and rank 0 to gather embedding after blocks.1",
+        ),
+        (
+            ([0, 1, 2, 3, 1], [0, 2, 3]),
+            "rank 1 is about to gather blocks.2 after blocks.0, and rank 0 to gather blocks.2 after blocks.1",
+        ),
+        (
+            ([0, 1, 2, 3, 1], [0, 1, 2]),
+            "rank 1 is about to gather embedding after blocks.2, and rank 0 to gather blocks.1 after blocks.3",
+        ),
+    ],
+)
+def test_ranks_that_part_are_told_so(orders: tuple[list[int], list[int]], words: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankError, match=words):
+        run_ranks(part, 2, orders)
+    assert time.monotonic() - begun < 30
+
+
+def part(orders: tuple[list[int], list[int]]) -> None:
+    data = Mesh(dp=2).data
+    net = model()
+    optimizer = optimizer_of(net, data)
+    for step in range(2):
+        loss_of(net, batch(data.rank, step)).backward()
+        optimizer.step()
+    net.order = orders[data.rank]
+    loss_of(net, batch(data.rank, 2)).backward()

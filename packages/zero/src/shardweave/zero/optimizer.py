@@ -54,7 +54,7 @@ from .loss_scale import LossScale, Scaler
 from .materialize import Initialize, Materializer
 from .norm import Local, NormRanges, Summary, clip_coefficient, describe_broken
 from .offload import Offload
-from .module_units import ModuleUnit, UnitChoice, module_units
+from .module_units import ModuleUnit, UnitChoice, module_units, unit_numbers
 from .options import Gathering, Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
@@ -515,7 +515,7 @@ class ZeroOptimizer(Optimizer):
             self._shard,
             self._make_optimizer,
             device=self._device,
-            groups=_numbers(self._parts, parameters) if self._parts else None,
+            groups=unit_numbers(self._parts, parameters) if self._parts else None,
             materializer=self._materializer(),
         )
         for unit in units:
@@ -665,6 +665,8 @@ class ZeroOptimizer(Optimizer):
     def _update(self, factor: float) -> None:
         """Unit by unit, so that a unit's all-gather travels while the next one is updated, and the temporary
         tensors of torch's implementation are as large as one unit's shard."""
+        if self._gathered is not None:
+            self._gathered.residency.release_idle()  # nobody reads a shard any more that is about to change
         pending = []
         for unit in self._units:
             unit.step(self.param_groups, factor)
@@ -749,12 +751,6 @@ def _listed_modules(module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.
             f"module={module!r}: give an nn.Module, or a list of those that a pipeline rank runs"
         )
     return modules
-
-
-def _numbers(parts: Sequence[ModuleUnit], parameters: Sequence[Parameter]) -> list[int]:
-    """For each parameter a number of its part; frozen ones have another, as no gradients are collected for them."""
-    found = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters}
-    return [2 * found[id(parameter)] + (not parameter.requires_grad) for parameter in parameters]
 
 
 def _can_train(parameter: Parameter) -> bool:

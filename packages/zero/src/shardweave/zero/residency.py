@@ -9,8 +9,8 @@ gathered ahead, and released when the last one ends::
     backward     gather 2 | run 2        run 1        run 0
                           | gather 1     gather 0
 
-What is gathered and not in use is *idle*: gathered ahead, kept, or used outside of any module that owns it. When
-``max_live`` is reached, idle units are released, those unused for longest first, before anything is gathered.
+What is gathered and not in use is *idle*: gathered ahead, kept, or used outside of any module that owns it. Where a
+unit that is needed would go beyond ``max_live_parameters``, idle ones are released, those unused for longest first.
 
 [Note: One order]
     Gathering is collective, so all ranks have to begin uses in the same order; that order may change from step to step.
@@ -136,6 +136,7 @@ class Residency:
         self.contexts = 0
         """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
+        self._parted = False
         for member in self.members:
             member.guard()
         self.gather_persistent()
@@ -197,7 +198,7 @@ class Residency:
     @contextmanager
     def whole(self, wanted: Sequence[Member]) -> Iterator[None]:
         """Everything of ``wanted`` is gathered inside, whatever the bound; collective."""
-        self._same.check(f"the parameters of {len(wanted)} units, in full_parameters()")
+        self._agree(f"the parameters of {len(wanted)} units, in full_parameters()")
         self.contexts += 1
         for member in wanted:
             member.users += 1
@@ -257,12 +258,14 @@ class Residency:
         """Begins a use: the values are there afterwards, and those of the next use are on their way."""
         expected = self._note(member)
         if not member.flat.live:
-            if not self._make_room(member):
+            if not self._fits(member) and not self._make_room(member):
                 raise RuntimeError(self._too_much(member))
             if expected != self._last[1]:
-                self._same.check(member.label, None if expected is None else lambda: self._words(expected))
+                self._agree(self._words())
         self._start(member)
-        member.flat.gather()
+        if not member.flat.whole:
+            with self._same.waiting(self._words()):
+                member.flat.gather()
         place = self._last
         for _ in range(self._options.prefetch):
             following = self._follows.get(place)
@@ -270,9 +273,15 @@ class Residency:
                 return
             place = (place[1], following)
             ahead = self.members[following.number]
-            if not ahead.flat.live and not self._make_room(ahead):
-                return
+            if not ahead.flat.live and not self._fits(ahead):
+                return  # nothing is released for what may not be needed
             self._start(ahead)
+
+    def _agree(self, what: str) -> None:
+        """Raises where the ranks part. From then on nothing is waited for: what is under way never comes."""
+        self._parted = True
+        self._same.check(what)
+        self._parted = False
 
     def _note(self, member: Member) -> _Use | None:
         """Notes the use as the one that follows the two before; what followed them last time."""
@@ -284,8 +293,11 @@ class Residency:
         member.used_at = self._clock
         return expected
 
-    def _words(self, use: _Use) -> str:
-        return f"{self.members[use.number].label} in the {'backward' if use.backward else 'forward'} pass"
+    def _words(self) -> str:
+        """The use that begins."""
+        before, now = self._last
+        after = f" after {self.members[before.number].label}" if before is not _NONE else ""
+        return f"{self.members[now.number].label}{after}"
 
     def _too_much(self, member: Member) -> str:
         used = [other for other in self.members if self._is_held(other, member) and other is not member]
@@ -318,17 +330,18 @@ class Residency:
 
     def _make_room(self, member: Member) -> bool:
         """Releases idle units until ``member`` fits under the bound; whether it does."""
-        limit = self._options.max_live_parameters
-        if limit is None:
-            return True
         idle = [other for other in self.members if other.flat.live and not self._is_held(other, member)]
         idle.sort(key=lambda other: other.used_at)
         for other in idle:
-            if self._live + member.size <= limit:
+            if self._fits(member):
                 break
             self._kept.discard(other.number)
             self._free(other)
-        return self._live + member.size <= limit
+        return self._fits(member)
+
+    def _fits(self, member: Member) -> bool:
+        limit = self._options.max_live_parameters
+        return limit is None or self._live + member.size <= limit
 
     def _is_held(self, other: Member, needed: Member) -> bool:
         """Whether ``other`` has to stay while ``needed`` is gathered: a function may read both at once."""
@@ -377,7 +390,7 @@ class Residency:
             self._free(member)
 
     def _free(self, member: Member) -> None:
-        if member.flat.live:
+        if member.flat.live and not self._parted:
             self._live -= member.size
             member.flat.release()
 
