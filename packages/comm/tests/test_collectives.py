@@ -97,6 +97,37 @@ def test_low_precision_sums_are_rounded_once() -> None:
             assert set(comm.all_reduce(tensor.clone(), axis).tolist()) == {right.item()}
             part = comm.reduce_scatter(tensor, axis, out=torch.empty(count // 4))
             assert set(part.tolist()) == {1.0 + 3 * 2.0**-9}
+            part = comm.reduce_scatter(
+                tensor.float(), axis, out=torch.empty(count // 4, dtype=torch.bfloat16)
+            )
+            assert set(part.tolist()) == {right.item()}
+            part = comm.reduce_scatter(tensor, axis, out=tensor.chunk(4)[axis.rank])
+            assert set(part.tolist()) == {right.item()}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
+def test_a_reduced_part_may_take_its_place_in_what_was_reduced(ranks: int) -> None:
+    """Also of 16-bit floats, whose sums are taken piece by piece; what is there is read before it is written."""
+    for axis in axes():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for op in ("sum", "mean"):
+                wholes = [values(rank, ranks, 90_001).to(dtype) for rank in range(ranks)]
+                total = torch.stack(wholes).double().sum(0)[axis.rank] / (ranks if op == "mean" else 1)
+                whole = wholes[axis.rank]
+                reduced = comm.reduce_scatter(whole.view(-1), axis, out=whole[axis.rank], op=op)
+                assert reduced.data_ptr() == whole[axis.rank].data_ptr()
+                assert torch.equal(whole[axis.rank], total.to(dtype))
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_swap_16_bit_floats_in_their_own_bytes() -> None:
+    mesh = Mesh(dp=2)
+    for count in (3, 300_000):
+        mesh.ledger.reset()
+        mine = [values(rank, count).to(torch.bfloat16) for rank in range(2)]
+        right = (mine[0].double() + mine[1].double()).to(torch.bfloat16)
+        assert torch.equal(comm.start_all_reduce(mine[mesh.dp.rank], mesh.dp).wait(), right)
+        assert mesh.ledger.total("dp").sent == 2 * count
 
 
 @pytest.mark.ranks(2)

@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, bound: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._bound = bound
         self._seen: dict[int, StorageWeakRef] = {}
         self.peak = 0
@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._seen[key]
-            else:
+            elif storage.device.type != "meta":
                 total += storage.nbytes()
         return total
 

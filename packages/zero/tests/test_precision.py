@@ -10,7 +10,7 @@ from packages.zero.tests.nets import batch, loss_of, model
 from torch import nn
 
 from shardweave.comm import Axis, Mesh
-from shardweave.zero import Formats, MixedPrecision, ZeroOptimizer
+from shardweave.zero import Formats, LossScale, MixedPrecision, ZeroOptimizer
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STAGES = (0, 1, 2)
@@ -56,6 +56,8 @@ def test_b050_ranks_are_added_up_in_float32() -> None:
             (MixedPrecision(), 1 + 3 * 2.0**-9),
             (MixedPrecision(reduction=BF16), 1 + 3 * 2.0**-9 if stage else 1.0078125),  # summed in float32
             (MixedPrecision(reduction=BF16, masters=BF16), 1.0078125),  # rounded once, at the end
+            (MixedPrecision(gradients=BF16), 1.0078125),  # so are they here, to what gradients are kept in
+            (MixedPrecision(gradients=BF16, reduction=FP32), 1.0078125),
         ):
             weight = nn.Parameter(torch.zeros(6, dtype=BF16))
             optimizer = ZeroOptimizer(
@@ -72,6 +74,38 @@ def test_b050_ranks_are_added_up_in_float32() -> None:
             for key, piece in optimizer.local_state().items():
                 if key.startswith("value/"):
                     assert piece.tolist() == [-right] * len(piece)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_in_bf16_are_clipped_in_the_masters_format() -> None:
+    """And the loss scale is taken out in it: the quotient is none of bf16's numbers."""
+    axis = Mesh(dp=2).data
+    for stage in STAGES:
+        for gradients, scale in ((BF16, None), (FP16, LossScale(initial=3.0))):
+            weight = nn.Parameter(torch.zeros(6, dtype=gradients))
+            optimizer = ZeroOptimizer(
+                [weight],
+                torch.optim.SGD,
+                data=axis,
+                stage=stage,
+                lr=1.0,
+                clip=1.0,
+                precision=MixedPrecision(gradients=gradients),
+                loss_scale=scale,
+            )
+            optimizer.scale(weight.sum()).backward()
+            optimizer.finish_reduction()
+            for piece in optimizer.pieces():
+                assert piece.gradient is not None
+                assert piece.gradient.dtype == (gradients if scale is None else FP32)
+                assert piece.gradient.tolist() == [1.0] * piece.values.numel()
+            optimizer.step()
+            assert float(optimizer.grad_norm) == pytest.approx(
+                6**0.5, rel=1e-7
+            )  # squares are added up in float32
+            right = -torch.tensor(1 / (float(optimizer.grad_norm) + 1e-6))
+            for piece in optimizer.pieces():
+                torch.testing.assert_close(piece.values, right.expand_as(piece.values), rtol=2e-7, atol=0)
 
 
 @pytest.mark.ranks(4)
