@@ -683,8 +683,8 @@ class ZeroOptimizer(Optimizer):
     def full_parameters(self, module: nn.Module | None = None) -> Iterator[None]:
         """Every rank has the whole parameters of ``module`` (default: all) inside; collective over the data axis.
 
-        To look at them, to save them, to generate text with as many steps on each rank as it likes, and to edit them: what
-        is written, alike on all data ranks, stays. Below stage 3 that is so everywhere. It goes beyond
+        To look at them, to save them, to generate text with as many steps on each rank as it likes, and to edit them:
+        what is written, alike on all data ranks, stays. Below stage 3 that is so everywhere. It goes beyond
         ``max_live_parameters``; do not call :meth:`step` inside.
         """
         if self._gathered is None:

@@ -7,6 +7,8 @@
 :func:`complete_checkpoints`    what is in a folder of checkpoints; :func:`checkpoint_path`, :func:`prune_checkpoints`
 :func:`read_manifest`           what is in a checkpoint: :class:`Manifest`; :func:`damaged_files`: is it whole
 :class:`Placed`                 rectangles of a tensor, for tensors of your own that ranks hold parts of
+:func:`sharded_state_dict`      an optimizer's state for DCP's ``save`` and ``load``: :func:`load_sharded_state_dict`
+:func:`full_state_dict`         ... as whole tensors on one rank, in torch's shape: :func:`load_full_state_dict`
 ==============================  ==============================================================================
 
 How it works, from a rank's memory to the disk::
@@ -27,10 +29,13 @@ from .folder import (
     prune_checkpoints,
     read_manifest,
 )
+from .from_full import load_full_state_dict
+from .full import full_state_dict
 from .loading import Loaded, load_checkpoint, read_manifest_together
 from .manifest import Chunk, FileEntry, Group, Manifest, TensorEntry
 from .placed import Placed
 from .saving import save_checkpoint
+from .sharded import load_sharded_state_dict, sharded_state_dict
 from .whole import parameter_names_of, read_tensors
 
 __all__ = [
@@ -47,11 +52,15 @@ __all__ = [
     "checkpoint_path",
     "complete_checkpoints",
     "damaged_files",
+    "full_state_dict",
     "load_checkpoint",
+    "load_full_state_dict",
+    "load_sharded_state_dict",
     "parameter_names_of",
     "prune_checkpoints",
     "read_manifest",
     "read_manifest_together",
     "read_tensors",
     "save_checkpoint",
+    "sharded_state_dict",
 ]

@@ -24,10 +24,12 @@ from ..optimizer import ZeroOptimizer
 from ..shards import ShardPiece, settings
 from .manifest import Group
 from .placed import Placed
+from .restoring import IMPLEMENTATION
 from .scalars import encoded
 
 __all__ = [
     "Contents",
+    "check_names",
     "contents_of",
     "merge_groups",
     "merge_scalars",
@@ -35,9 +37,6 @@ __all__ = [
     "placed_state",
     "placed_values",
 ]
-
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Settings that say how to compute, not what: they are the new run's own."""
 
 Scalars = dict[str, dict[str, Any]]
 
@@ -76,6 +75,16 @@ def contents_of(optimizer: ZeroOptimizer) -> Contents:
         found.tensors[name] = placed_frozen(parameter)
     found.groups = _groups_of(optimizer, counted)
     return found
+
+
+def check_names(optimizer: ZeroOptimizer) -> None:
+    """ValueError: a parameter has no name that means the same on every rank."""
+    problems: list[str] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _check_name(optimizer.name_of(parameter), problems)
+    if problems:
+        raise ValueError("; ".join(problems[:5]))
 
 
 def placed_values(piece: ShardPiece) -> Placed:
@@ -149,7 +158,7 @@ def _groups_of(optimizer: ZeroOptimizer, counted: set[str]) -> list[dict[str, An
     return [
         {
             "settings": {
-                key: encoded(value) for key, value in settings(group).items() if key not in _IMPLEMENTATION
+                key: encoded(value) for key, value in settings(group).items() if key not in IMPLEMENTATION
             },
             "parameters": [name for p in group["params"] if (name := optimizer.name_of(p)) in counted],
         }

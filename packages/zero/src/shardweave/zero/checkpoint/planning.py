@@ -7,7 +7,7 @@ by its own sharded types; ours are rectangles anyway, so only the three places w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,9 +33,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from shardweave.comm import Rectangle
 
 from .manifest import Manifest
-from .placed import PlacedTensors
+from .placed import Placed, PlacedTensors
 
-__all__ = ["PlacedLoadPlanner", "PlacedSavePlanner", "metadata_of", "rectangle_of"]
+__all__ = [
+    "PlacedLoadPlanner",
+    "PlacedSavePlanner",
+    "chunk_of",
+    "metadata_of",
+    "rectangle_of",
+    "write_items",
+]
 
 
 class PlacedSavePlanner(DefaultSavePlanner):
@@ -46,26 +53,14 @@ class PlacedSavePlanner(DefaultSavePlanner):
         self._tensors = tensors
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for name in self._tensors for item in self._items(name)])
+        items = [item for name, placed in self._tensors.items() for item in write_items(name, placed)]
+        self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
         blocks = self._tensors[index.fqn].blocks
         return next(view for rectangle, view in blocks if rectangle.offsets == tuple(index.offset or ()))
-
-    def _items(self, name: str) -> Iterable[WriteItem]:
-        placed = self._tensors[name]
-        for rectangle, view in placed.blocks if placed.writes else ():
-            yield WriteItem(
-                index=MetadataIndex(name, rectangle.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(rectangle),
-                    properties=TensorProperties(dtype=view.dtype),
-                    size=torch.Size(placed.shape),
-                ),
-            )
 
 
 class PlacedLoadPlanner(DefaultLoadPlanner):
@@ -82,7 +77,7 @@ class PlacedLoadPlanner(DefaultLoadPlanner):
         for name, placed in self._tensors.items():
             saved = metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)  # we write nothing else
-            chunks = [_chunk(rectangle) for rectangle, _ in placed.blocks]
+            chunks = [chunk_of(rectangle) for rectangle, _ in placed.blocks]
             items += create_read_items_for_chunk_list(name, saved, chunks)
         return LoadPlan(items)
 
@@ -98,13 +93,27 @@ class PlacedLoadPlanner(DefaultLoadPlanner):
         """Nothing: the tensor that was written to is the destination itself."""
 
 
+def write_items(name: str, placed: Placed) -> Iterator[WriteItem]:
+    """What this rank offers to write of a tensor."""
+    for rectangle, view in placed.blocks if placed.writes else ():
+        yield WriteItem(
+            index=MetadataIndex(name, rectangle.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunk_of(rectangle),
+                properties=TensorProperties(dtype=view.dtype),
+                size=torch.Size(placed.shape),
+            ),
+        )
+
+
 def metadata_of(manifest: Manifest) -> Metadata:
     """A manifest as DCP wants to see it; chunks keep their order."""
     tensors: dict[str, Any] = {
         name: TensorStorageMetadata(
             properties=TensorProperties(dtype=getattr(torch, entry.dtype)),
             size=torch.Size(entry.shape),
-            chunks=[_chunk(chunk.rectangle) for chunk in entry.chunks],
+            chunks=[chunk_of(chunk.rectangle) for chunk in entry.chunks],
         )
         for name, entry in manifest.tensors.items()
     }
@@ -116,5 +125,6 @@ def rectangle_of(chunk: ChunkStorageMetadata) -> Rectangle:
     return Rectangle(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _chunk(rectangle: Rectangle) -> ChunkStorageMetadata:
+def chunk_of(rectangle: Rectangle) -> ChunkStorageMetadata:
+    """A rectangle in DCP's terms."""
     return ChunkStorageMetadata(torch.Size(rectangle.offsets), torch.Size(rectangle.sizes))

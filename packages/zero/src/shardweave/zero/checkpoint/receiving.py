@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..optimizer import ZeroOptimizer
 from ..shards import ShardPiece
@@ -14,6 +13,7 @@ from .contents import placed_frozen, placed_state, placed_values
 from .manifest import Group, Manifest
 from .placed import Placed
 from .residuals import PREFIX as RESIDUAL
+from .restoring import give_settings, give_states
 from .scalars import decoded
 
 __all__ = ["Request", "request_of"]
@@ -74,15 +74,15 @@ class Request:
         """After everything was read: gives the optimizer its states and settings."""
         if not self._with_state:
             return
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for piece, arrived in self._states:
-            device = _device_of_numbers(piece, group_of[id(piece.parameter)])
-            piece.state.clear()
-            piece.state.update({key: _on(value, device) for key, value in arrived.items()})
-        for number, group in enumerate(optimizer.param_groups):
-            saved = saved_settings(optimizer, self._manifest.groups, number)
-            for key, value in (saved[0] if saved else {}).items():
-                group[key] = _like(decoded(value), group.get(key))
+        give_states(optimizer, self._states)
+        saved = [
+            saved_settings(optimizer, self._manifest.groups, number)
+            for number in range(len(optimizer.param_groups))
+        ]
+        give_settings(
+            optimizer,
+            [{key: decoded(value) for key, value in one[0].items()} if one else {} for one in saved],
+        )
         optimizer.load_counters(self._manifest.optimizer)
 
 
@@ -130,20 +130,3 @@ def _states_by_parameter(manifest: Manifest) -> dict[str, dict[str, str]]:
         if slash and key not in ("extra", "random", RESIDUAL):
             found.setdefault(parameter, {})[key] = entry.dtype
     return found
-
-
-def _device_of_numbers(piece: ShardPiece, group: Mapping[str, Any]) -> torch.device:
-    """Where torch's implementation wants state without elements, such as step counts."""
-    on_device = group.get("fused") or group.get("capturable")
-    return piece.values.device if on_device else torch.device("cpu")
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and not value.dim() else value
-
-
-def _like(value: Any, before: Any) -> Any:
-    """A setting; a number stays in the tensor that others, a captured graph, may refer to."""
-    if isinstance(before, Tensor) and not before.dim():
-        return before.fill_(value)
-    return value
