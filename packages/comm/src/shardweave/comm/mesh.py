@@ -48,7 +48,7 @@ class Mesh:
 
     Every rank of the world builds its mesh at the same point of the program, with the same sizes. The
     product of the sizes has to be the world size. Without an initialised ``torch.distributed`` the world
-    is this one process.
+    is this one process; where the environment says that more were started, that is warned of.
     """
 
     pp: Axis
@@ -86,7 +86,10 @@ class Mesh:
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         grid = Grid({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, replicas)
-        _check_size(grid, world)
+        alone = _not_joined()
+        _check_size(grid, world, alone or f"start {grid.size} ranks or change an axis")
+        if alone:
+            warnings.warn(f"a mesh of one rank, but {alone}", stacklevel=2)
         self.shape = grid.shape
         self._options = options
         self._guard = Guard(watch_limit(options.watch, timeout)) if world > 1 else None
@@ -203,10 +206,15 @@ def _topology(world: int) -> Topology:
     return Topology.discover()
 
 
-def _check_size(grid: Grid, world: int) -> None:
+def _check_size(grid: Grid, world: int, remedy: str) -> None:
     if grid.size != world:
         sizes = " x ".join(f"{name} {size}" for name, size in grid.shape.items())
-        raise ValueError(
-            f"mesh {sizes} = {grid.size} ranks, but the world has {world}; "
-            f"start {grid.size} ranks or change an axis"
-        )
+        raise ValueError(f"mesh {sizes} = {grid.size} ranks, but the world has {world}; {remedy}")
+
+
+def _not_joined() -> str:
+    """In words, when this process is one of several and has not joined them: each would train a whole model alone."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_initialized() or not started.isdigit() or int(started) < 2:
+        return ""
+    return f"WORLD_SIZE is {started} in the environment: call shardweave.comm.init() before building the mesh"

@@ -133,6 +133,8 @@ class Residency:
         self._last: tuple[_Use, _Use] = (_NONE, _NONE)
         self._same = same
         self._strays: list[Member] = []
+        self._ahead: list[Member] = []
+        """Gathered ahead, and not used since."""
         self.contexts = 0
         """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
@@ -233,6 +235,7 @@ class Residency:
     def release_idle(self, *, persistent: bool = False) -> None:
         """Releases everything that nobody uses and that is not kept; ``persistent``: those units as well."""
         self._strays.clear()
+        self._ahead.clear()
         for member in self.members:
             if persistent and not member.in_use:
                 self._free(member)
@@ -257,11 +260,16 @@ class Residency:
     def _require(self, member: Member) -> None:
         """Begins a use: the values are there afterwards, and those of the next use are on their way."""
         expected = self._note(member)
-        if not member.flat.live:
-            if not self._fits(member) and not self._make_room(member):
-                raise RuntimeError(self._too_much(member))
-            if expected != self._last[1]:
-                self._agree(self._words())
+        self._ahead = [other for other in self._ahead if other is not member]
+        surprised = expected != self._last[1]
+        if not member.flat.live and not self._fits(member) and not self._make_room(member):
+            raise RuntimeError(self._too_much(member))
+        if surprised and (self._ahead or not member.flat.live):
+            self._agree(self._words())
+        if surprised:  # what was gathered ahead is not what is needed next
+            stale, self._ahead = self._ahead, []
+            for other in stale:
+                self._release(other)
         self._start(member)
         if not member.flat.whole:
             with self._same.waiting(self._words()):
@@ -275,6 +283,8 @@ class Residency:
             ahead = self.members[following.number]
             if not ahead.flat.live and not self._fits(ahead):
                 return  # nothing is released for what may not be needed
+            if not ahead.flat.live:
+                self._ahead.append(ahead)
             self._start(ahead)
 
     def _agree(self, what: str) -> None:
