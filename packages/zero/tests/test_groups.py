@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packages.zero.tests.nets import STAGES, make_optimizer
 from torch import nn
 
 from shardweave.comm import Axis, Mesh, Sharding, Split, name_parameters, set_sharding
-from shardweave.zero import ZeroOptimizer, decay_groups
+from shardweave.zero import decay_groups
 from shardweave.zero.groups import parameter_names
 
 
@@ -38,10 +39,13 @@ def test_names_from_records_then_pairs_then_places() -> None:
 def test_partial_sums_inside_the_data_axis_come_with_the_data_reduction() -> None:
     """A context axis is part of the data axis: its partial sums must not be added twice."""
     mesh = Mesh(cp=2)
-    weight = nn.Parameter(torch.zeros(3))
-    set_sharding(weight, Sharding("weight", (3,), partial=(mesh.cp,)))
-    optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, lr=1.0, reduction="sum")
-    (weight.sum() * (mesh.cp.rank + 1)).backward()
-    optimizer.step()
-    assert weight.tolist() == [-3.0] * 3
-    assert optimizer.units[0].key.partial == ()
+    for stage in STAGES:
+        weight = nn.Parameter(torch.zeros(3))
+        set_sharding(weight, Sharding("weight", (3,), partial=(mesh.cp,)))
+        optimizer = make_optimizer(
+            nn.ParameterList([weight]), torch.optim.SGD, stage=stage, data=mesh.data, lr=1.0, reduction="sum"
+        )
+        (weight.sum() * (mesh.cp.rank + 1)).backward()
+        optimizer.step()
+        assert weight.tolist() == [-3.0] * 3
+        assert optimizer.units[0].key.partial == ()

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from packages.zero.tests.nets import STAGES
 from torch import Tensor, nn
 
 from shardweave import comm
@@ -101,16 +102,17 @@ class Stage:
             comm.send(x.grad, pp, pp.rank - 1)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.ranks(4)
 def test_b119_every_stage_with_pipeline_tensor_and_accumulation(stage: int) -> None:
-    """Also stages 2 with a pipeline, which others refuse: equal to one process."""
+    """Also stages 2 and 3 with a pipeline, which others refuse: equal to one process."""
     for pp, tp, micros in itertools.product((1, 2), (1, 2), (1, 2)):
         mesh = Mesh(pp=pp, tp=tp, dp=4 // (pp * tp))
         own = Stage(mesh)
         optimizer = ZeroOptimizer(
             own.weights.values(),
             torch.optim.AdamW,
+            module=nn.ParameterList(own.weights.values()),
             data=mesh.data,
             model=mesh.model,
             stage=stage,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.nets import batch, loss_of, model
+from packages.zero.tests.nets import STAGES, batch, loss_of, make_optimizer, model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,11 +19,12 @@ from shardweave.comm import Axis, Mesh, Sharding, set_sharding
 from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STAGES = (0, 1, 2)
 
 
 def sgd(weights: Sequence[nn.Parameter], axis: Axis, **options: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(weights, torch.optim.SGD, data=axis, **{"lr": 1.0, **options})
+    return ZeroOptimizer(
+        weights, torch.optim.SGD, data=axis, module=nn.ParameterList(weights), **{"lr": 1.0, **options}
+    )
 
 
 def step_with(optimizer: ZeroOptimizer, weight: nn.Parameter, gradient: float) -> None:
@@ -119,8 +120,8 @@ def test_parameters_and_norms_are_bit_equal_to_training_without_a_scale(
 
     def train(loss_scale: LossScale | None, micros: int, clip: float | None) -> tuple[dict[str, Any], Any]:
         net = model(dtype=FP32)
-        optimizer = ZeroOptimizer(
-            net.parameters(),
+        optimizer = make_optimizer(
+            net,
             torch.optim.AdamW,
             data=axis,
             stage=stage,
@@ -248,8 +249,8 @@ def test_b053_all_ranks_skip_and_halve_the_scale() -> None:
             weight = nn.Parameter(torch.ones(5, dtype=FP16))
             if mesh.pp.size > 1:
                 set_sharding(weight, Sharding(f"{rank}", (5,), exclusive=(mesh.pp,)))
-            optimizer = ZeroOptimizer(
-                [weight],
+            optimizer = make_optimizer(
+                nn.ParameterList([weight]),
                 torch.optim.AdamW,
                 data=mesh.data,
                 model=mesh.model,
@@ -312,22 +313,22 @@ def test_an_overflow_on_the_wire_is_found(stage: int) -> None:
 @pytest.mark.ranks(2)
 def test_stop_means_an_overflow_at_the_smallest_scale() -> None:
     axis = Mesh(dp=2).data
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = sgd(
-        [weight], axis, nonfinite="stop", loss_scale=LossScale(initial=4.0, minimum=1.0, growth_interval=2)
-    )
-    broken = math.nan if axis.rank == 1 else 1.0
-    for scale in (2.0, 1.0):
-        step_with(optimizer, weight, broken)
-        assert (optimizer.step_backed_off, optimizer.loss_scale) == (True, scale)
-    with pytest.raises(
-        FloatingPointError, match=r"is nan .* at the smallest loss scale, 1; no parameter was"
-    ):
-        step_with(optimizer, weight, broken)
-    for _ in range(2):
-        step_with(optimizer, weight, 1.0)
-    assert (optimizer.loss_scale, optimizer.skipped) == (2.0, 2)
-    assert weight.tolist() == [-1.0] * 3
+    rule = LossScale(initial=4.0, minimum=1.0, growth_interval=2)
+    for stage in STAGES:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = sgd([weight], axis, stage=stage, nonfinite="stop", loss_scale=rule)
+        broken = math.nan if axis.rank == 1 else 1.0
+        for scale in (2.0, 1.0):
+            step_with(optimizer, weight, broken)
+            assert (optimizer.step_backed_off, optimizer.loss_scale) == (True, scale)
+        with pytest.raises(
+            FloatingPointError, match=r"is nan .* at the smallest loss scale, 1; no parameter was"
+        ):
+            step_with(optimizer, weight, broken)
+        for _ in range(2):
+            step_with(optimizer, weight, 1.0)
+        assert (optimizer.loss_scale, optimizer.skipped) == (2.0, 2)
+        assert weight.tolist() == [-1.0] * 3
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------
@@ -340,8 +341,9 @@ _WAYS: dict[str, _Pair] = {
 
 
 @pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("stage", STAGES[2:])
 @pytest.mark.ranks(2)
-def test_b089_the_scale_grows_at_the_same_step_after_a_resume(way: str) -> None:
+def test_b089_the_scale_grows_at_the_same_step_after_a_resume(stage: int, way: str) -> None:
     """Overflow at step 2, saved after 5, four more steps: in a new optimizer, and in the one that trained on."""
     save, load = _WAYS[way]
     axis = Mesh(dp=2).data
@@ -349,7 +351,9 @@ def test_b089_the_scale_grows_at_the_same_step_after_a_resume(way: str) -> None:
     def build() -> tuple[nn.Parameter, ZeroOptimizer]:
         weight = nn.Parameter(torch.ones(5, dtype=FP16))
         rule = LossScale(initial=2.0**8, growth_interval=4)
-        return weight, ZeroOptimizer([weight], torch.optim.AdamW, data=axis, stage=2, lr=0.1, loss_scale=rule)
+        return weight, make_optimizer(
+            nn.ParameterList([weight]), torch.optim.AdamW, data=axis, stage=stage, lr=0.1, loss_scale=rule
+        )
 
     def train(weight: nn.Parameter, optimizer: ZeroOptimizer, steps: range) -> list[dict[str, float | int]]:
         seen = []

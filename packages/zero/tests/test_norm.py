@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from packages.zero.tests.nets import STAGES
 from torch import nn
 
 from shardweave.comm import Axis, Mesh, Sharding, Split, set_sharding, sharding_of
 from shardweave.zero import LossScale, ZeroOptimizer
 from shardweave.zero.norm import clip_coefficient, square_sum
 
-STAGES = (0, 1, 2)
-
 
 def parameter(values: list[float] | torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.as_tensor(values, dtype=torch.float64).clone())
+
+
+def over(
+    parameters: Iterable[nn.Parameter], kind: type[torch.optim.Optimizer], **options: Any
+) -> ZeroOptimizer:
+    """At any stage, for parameters that are in no module."""
+    parameters = list(parameters)
+    return ZeroOptimizer(parameters, kind, module=nn.ParameterList(parameters), **options)
 
 
 def with_gradient(weight: nn.Parameter, gradient: list[float] | torch.Tensor) -> None:
@@ -31,7 +41,7 @@ def test_b001_copies_on_the_tensor_axis_count_once(stage: int) -> None:
     mesh = Mesh(tp=2)
     split, norm = parameter([1.0, 1.0]), parameter([1.0] * 4)
     set_sharding(split, Sharding("split", (4,), splits=(Split(mesh.tp, 0, 2 * mesh.tp.rank),)))
-    optimizer = ZeroOptimizer(
+    optimizer = over(
         [split, norm], torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, clip=1.0
     )
     with_gradient(split, [3.0, 0.0] if mesh.tp.rank == 0 else [0.0, 4.0])
@@ -52,9 +62,7 @@ def test_b003_a_tied_parameter_counts_once(stage: int) -> None:
     tied, other = parameter([0.0] * 8), parameter([0.0] * 3)
     set_sharding(tied, Sharding("embedding", (8,), exclusive=(mesh.pp,), tied=mesh.pp, partial=(mesh.pp,)))
     set_sharding(other, Sharding(f"other.{mesh.pp.rank}", (3,), exclusive=(mesh.pp,)))
-    optimizer = ZeroOptimizer(
-        [tied, other], torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0
-    )
+    optimizer = over([tied, other], torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0)
     with_gradient(tied, [4.0] * 8 if mesh.pp.rank == 0 else [6.0] * 8)  # together 10 * 10 * 8 = 800
     with_gradient(other, [0.0] * 3)
     optimizer.step()
@@ -68,7 +76,7 @@ def test_b005_clipping_uses_the_norm_of_the_whole(stage: int) -> None:
     mesh = Mesh(dp=4)
     average = torch.tensor([3.0, 3, 0, 0, 0, 0, 4, 4], dtype=torch.float64)
     weight = parameter([0.0] * 8)
-    optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, clip=1.0)
+    optimizer = over([weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, clip=1.0)
     with_gradient(weight, average * mesh.dp.rank * 4 / 6)
     optimizer.step()
     assert float(optimizer.grad_norm) == pytest.approx(math.sqrt(50), rel=1e-12)
@@ -91,7 +99,7 @@ def test_norm_over_data_tensor_and_pipeline_together(stage: int) -> None:
     set_sharding(partial, Sharding("partial", (1,), partial=(mesh.tp,)))
     copy = Split(mesh.tp, 0, 0, copy=tp)
     set_sharding(copied, Sharding("copied", (1,), splits=(copy,), partial=(mesh.tp.blocks(2),)))
-    optimizer = ZeroOptimizer(
+    optimizer = over(
         [split, replicated, partial, copied],
         torch.optim.SGD,
         data=mesh.data,
@@ -127,7 +135,7 @@ def test_norms_of_groups_in_the_collective_of_the_global_one() -> None:
         optimizer = ZeroOptimizer(
             [{"params": group} for group in (groups[:2] if first else groups)],
             torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, clip=1.0,
-            loss_scale=LossScale(initial=8.0), bucket_mb=0.01,
+            module=nn.ParameterList(alternating), loss_scale=LossScale(initial=8.0), bucket_mb=0.01,
         )  # fmt: skip
         mesh.ledger.reset()
         for number, weight in enumerate(alternating):
@@ -150,7 +158,7 @@ def test_norms_of_groups_in_the_collective_of_the_global_one() -> None:
         assert total == (1 if stage else 1 + len(optimizer.units)), "one, and the gradients' own at stage 0"
 
 
-@pytest.mark.parametrize("stage", (1, 2))
+@pytest.mark.parametrize("stage", STAGES[1:])
 @pytest.mark.ranks(4)
 def test_b008_tied_copies_at_other_offsets(stage: int) -> None:
     """Reduced over data first, then the shards are summed over the stages, although stage 0 has more before it."""
@@ -162,7 +170,7 @@ def test_b008_tied_copies_at_other_offsets(stage: int) -> None:
     )
     for index, own in enumerate([*before, after]):
         set_sharding(own, Sharding(f"stage{mesh.pp.rank}.{index}", tuple(own.shape), exclusive=(mesh.pp,)))
-    optimizer = ZeroOptimizer(
+    optimizer = over(
         [*before, embedding, after], torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0
     )
     value = {(0, 0): 1.0, (0, 1): 2.0, (1, 0): 4.0, (1, 1): 8.0}[mesh.dp.rank, mesh.pp.rank]
@@ -176,20 +184,37 @@ def test_b008_tied_copies_at_other_offsets(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_tied_copies_registered_in_another_order() -> None:
-    mesh = Mesh(pp=2)
-    tied = {name: parameter([0.0] * size) for name, size in (("a", 2), ("b", 3))}
-    for name, weight in tied.items():
-        record = Sharding(name, tuple(weight.shape), exclusive=(mesh.pp,), tied=mesh.pp, partial=(mesh.pp,))
-        set_sharding(weight, record)
-    order = ["a", "b"] if mesh.pp.rank == 0 else ["b", "a"]
-    optimizer = ZeroOptimizer(
-        [tied[name] for name in order], torch.optim.SGD, data=mesh.data, model=mesh.model, lr=1.0
-    )
-    with_gradient(tied["a"], [1.0, 2.0])
-    with_gradient(tied["b"], [3.0, 4.0, 5.0])
-    optimizer.step()
-    assert tied["a"].tolist() == [-2.0, -4.0]
-    assert tied["b"].tolist() == [-6.0, -8.0, -10.0]
+    tied_in_another_order(Mesh(pp=2))
+
+
+@pytest.mark.ranks(4)
+def test_tied_copies_registered_in_another_order_and_sharded() -> None:
+    tied_in_another_order(Mesh(dp=2, pp=2))
+
+
+def tied_in_another_order(mesh: Mesh) -> None:
+    for stage in STAGES:
+        tied = {name: parameter([0.0] * size) for name, size in (("a", 2), ("b", 3))}
+        for name, weight in tied.items():
+            record = Sharding(
+                name, tuple(weight.shape), exclusive=(mesh.pp,), tied=mesh.pp, partial=(mesh.pp,)
+            )
+            set_sharding(weight, record)
+        order = ["a", "b"] if mesh.pp.rank == 0 else ["b", "a"]
+        optimizer = over(
+            [tied[name] for name in order],
+            torch.optim.SGD,
+            data=mesh.data,
+            model=mesh.model,
+            stage=stage,
+            lr=1.0,
+        )
+        factor = (2 * mesh.dp.rank if mesh.dp.size > 1 else 1.0) * (1 + 2 * mesh.pp.rank)
+        with_gradient(tied["a"], torch.tensor([1.0, 2.0]) * factor)
+        with_gradient(tied["b"], torch.tensor([3.0, 4.0, 5.0]) * factor)
+        optimizer.step()
+        assert tied["a"].tolist() == [-4.0, -8.0]
+        assert tied["b"].tolist() == [-12.0, -16.0, -20.0]
 
 
 @pytest.mark.ranks(2)
@@ -222,7 +247,7 @@ def test_b053_every_rank_skips_when_one_has_infinity() -> None:
                 if mesh.pp.size > 1:
                     for index, own in enumerate((weight, copy)):
                         set_sharding(own, Sharding(f"{rank}.{index}", tuple(own.shape), exclusive=(mesh.pp,)))
-                optimizer = ZeroOptimizer(
+                optimizer = over(
                     [weight, copy], torch.optim.AdamW, data=mesh.data, model=mesh.model, stage=stage, lr=0.1
                 )
                 history = []
@@ -242,41 +267,43 @@ def test_b053_every_rank_skips_when_one_has_infinity() -> None:
 @pytest.mark.ranks(2)
 def test_b056_the_scheduler_does_not_move_on_a_skipped_step() -> None:
     mesh = Mesh(dp=2)
-    weight = parameter([1.0] * 3)
-    optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, stage=2, lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for window in range(4):
-        for micro in range(4):
-            broken = (window, micro, mesh.dp.rank) == (1, 2, 1)
-            loss = weight.sum() * (math.inf if broken else 1.0)
-            if micro < 3:
-                with optimizer.accumulate():
-                    loss.backward()
-            else:
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if not optimizer.step_skipped:
-            scheduler.step()
-    assert scheduler.last_epoch == 3
-    assert optimizer.skipped == 1
+    for stage in STAGES:
+        weight = parameter([1.0] * 3)
+        optimizer = over([weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for window in range(4):
+            for micro in range(4):
+                broken = (window, micro, mesh.dp.rank) == (1, 2, 1)
+                with optimizer.accumulate() if micro < 3 else nullcontext():
+                    (weight.sum() * (math.inf if broken else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not optimizer.step_skipped:
+                scheduler.step()
+        assert scheduler.last_epoch == 3
+        assert optimizer.skipped == 1
 
 
 @pytest.mark.ranks(4)
 def test_stop_names_the_parameter_on_all_ranks() -> None:
     mesh = Mesh(dp=2, tp=2)
-    weights = {name: parameter([1.0] * 5) for name in ("layers.0.weight", "layers.1.weight")}
-    for name, weight in weights.items():
-        set_sharding(weight, Sharding(name, (10,), splits=(Split(mesh.tp, 0, 5 * mesh.tp.rank),)))
-    optimizer = ZeroOptimizer(
-        weights.values(), torch.optim.SGD, data=mesh.data, model=mesh.model, lr=1.0, nonfinite="stop"
-    )
-    for name, weight in weights.items():
-        broken = name == "layers.1.weight" and mesh.world.rank == 3
-        with_gradient(weight, [1.0, 1.0, 1.0, 1.0, math.nan if broken else 1.0])
-    with pytest.raises(FloatingPointError, match=r"layers\.1\.weight is nan at element 4 \(on rank 3\)"):
-        optimizer.step()
-    assert weights["layers.0.weight"].tolist() == [1.0] * 5
+    for stage in STAGES:
+        weights = {name: parameter([1.0] * 5) for name in ("layers.0.weight", "layers.1.weight")}
+        for name, weight in weights.items():
+            set_sharding(weight, Sharding(name, (10,), splits=(Split(mesh.tp, 0, 5 * mesh.tp.rank),)))
+        optimizer = over(
+            weights.values(), torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0,
+            nonfinite="stop",
+        )  # fmt: skip
+        for name, weight in weights.items():
+            broken = name == "layers.1.weight" and mesh.world.rank == 3
+            with_gradient(weight, [1.0, 1.0, 1.0, 1.0, math.nan if broken else 1.0])
+        found = r"layers\.1\.weight is nan at element 4 \(on rank 3\)"
+        if not stage:  # every rank has all of it
+            found = r"layers\.1\.weight is nan at element 4 \(on rank [13]\)"
+        with pytest.raises(FloatingPointError, match=found):
+            optimizer.step()
+        assert weights["layers.0.weight"].tolist() == [1.0] * 5
 
 
 def test_ignore_goes_on() -> None:
@@ -343,8 +370,9 @@ def test_ranks_that_train_nothing_take_part_in_the_step(stage: int) -> None:
             each.requires_grad_(each is weight)
         groups = [{"params": [weight] if mesh.pp.rank else frozen}]
         optimizer = ZeroOptimizer(
-            groups, torch.optim.AdamW, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, clip=1.0
-        )
+            groups, torch.optim.AdamW, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, clip=1.0,
+            module=nn.ParameterList(groups[0]["params"]),
+        )  # fmt: skip
         for skipped, gradient in enumerate(([3.0, 4.0], [math.inf, 0.0])):
             with_gradient(weight, gradient)
             optimizer.step()

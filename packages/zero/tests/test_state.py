@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.nets import batch, loss_of, model
+from packages.zero.tests.nets import STAGES, batch, loss_of, make_optimizer, model
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh
 from shardweave.zero import MixedPrecision, ZeroOptimizer
-
-STAGES = (0, 1, 2)
 
 
 def build(net: nn.Module, axis: Axis, stage: int, **options: Any) -> ZeroOptimizer:
@@ -21,9 +19,9 @@ def build(net: nn.Module, axis: Axis, stage: int, **options: Any) -> ZeroOptimiz
         {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in net.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return ZeroOptimizer(
-        groups, torch.optim.AdamW, data=axis, stage=stage, lr=0.01, clip=0.1, bucket_mb=0.0003, **options
-    )
+    return make_optimizer(
+        net, torch.optim.AdamW, params=groups, data=axis, stage=stage, lr=0.01, clip=0.1, bucket_mb=0.0003, **options
+    )  # fmt: skip
 
 
 def run(net: nn.Module, optimizer: ZeroOptimizer, axis: Axis, steps: range) -> None:
