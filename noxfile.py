@@ -244,6 +244,7 @@ def lattice(session: nox.Session) -> None:
     session.run("python", "-m", "integration_tests.lattice", *session.posargs, env=ENVIRONMENT)
     if not session.posargs:
         session.run("python", "-m", "integration_tests.every_layout", env=ENVIRONMENT)
+        session.run("python", "-m", "integration_tests.test_recompute", env=ENVIRONMENT)
         session.run("python", "-m", "packages.zero.tests.test_matrix", env=ENVIRONMENT)
 
 
