@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.nets import assert_equal, batch, loss_of, model, one_process
+from packages.zero.tests.nets import STAGES, assert_equal, batch, loss_of, make_optimizer, model, one_process
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, gradient_work
 from shardweave.zero import ZeroOptimizer
 
-STAGES = (0, 1, 2)
 SMALL = 0.0003
 # stage, shard_between_micro_batches
-WAYS = [(0, None), (1, None), (2, True), (2, False)]
+WAYS = [(0, None), (1, None), (2, True), (2, False), (3, True), (3, False)]
 
 
 def sgd(net: nn.Module, axis: Axis, stage: int, between: bool | None = None, **options: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(
-        net.parameters(),
+    return make_optimizer(
+        net,
         torch.optim.SGD,
         data=axis,
         stage=stage,
@@ -71,7 +71,10 @@ def test_accumulating_all_micro_batches_or_none(stage: int, between: bool | None
 
 
 class Branch(nn.Module):
-    """A trunk and a branch that some inputs do not take."""
+    """A trunk and a branch that some inputs do not take.
+
+    Where it is not the same on all ranks, stage 3 has to have it in one unit with the trunk: ``units=[]``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +129,7 @@ def test_branches_that_differ_between_ranks_do_not_hang(stage: int, between: boo
 
     for accumulate in (True, False):
         net = Branch()
-        optimizer = sgd(net, axis, stage, between)
+        optimizer = sgd(net, axis, stage, between, units=[])
         for step in range(3):
             optimizer.zero_grad()
             for micro in range(3):
@@ -142,7 +145,7 @@ def test_collectives_of_the_user_between_backward_and_step() -> None:
     axis = Mesh(dp=2).data
     for stage, between in WAYS:
         net = Branch()
-        optimizer = sgd(net, axis, stage, between)
+        optimizer = sgd(net, axis, stage, between, units=[])
         for step in range(3):
             optimizer.zero_grad()
             for micro in range(2):
@@ -159,7 +162,7 @@ def test_zero_grad_after_ranks_have_launched_different_units() -> None:
     axis = Mesh(dp=2).data
     for stage in STAGES:
         net = Branch()
-        optimizer = sgd(net, axis, stage)
+        optimizer = sgd(net, axis, stage, units=[])
         for step in range(3):
             (net(batch(50 + step, axis.rank), axis.rank == 0) ** 2).mean().backward()
             optimizer.zero_grad()
@@ -175,11 +178,13 @@ def test_gradients_that_were_never_seen_by_a_hook(stage: int) -> None:
     """Set by hand on one rank, by autograd on the other."""
     axis = Mesh(dp=2).data
     weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
-    optimizer = ZeroOptimizer([weight], torch.optim.SGD, data=axis, stage=stage, lr=1.0)
+    optimizer = make_optimizer(nn.ParameterList([weight]), torch.optim.SGD, data=axis, stage=stage, lr=1.0)
+    scales = torch.arange(5.0, dtype=torch.float64)
+    loss = (weight * scales * 3).sum()  # on both: at stage 3 the weight is gathered for it
     if axis.rank == 0:
-        weight.grad = torch.arange(5.0, dtype=torch.float64)
+        weight.grad = scales
     else:
-        (weight * torch.arange(5.0, dtype=torch.float64) * 3).sum().backward()
+        loss.backward()
     optimizer.step()
     assert weight.tolist() == [1 - 2 * i for i in range(5)]
 
@@ -190,7 +195,9 @@ def test_deferred_weight_gradients_are_waited_for(stage: int) -> None:
     """A zero-bubble schedule computes a weight gradient after the backward pass."""
     axis = Mesh(dp=2).data
     first, second = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
-    optimizer = ZeroOptimizer([first, second], torch.optim.SGD, data=axis, stage=stage, lr=1.0)
+    optimizer = make_optimizer(
+        nn.ParameterList([first, second]), torch.optim.SGD, data=axis, stage=stage, lr=1.0
+    )
     queue = WeightGradients()
     summand = torch.full((3,), 4.0 + 2 * axis.rank, dtype=torch.float64)
 
@@ -210,10 +217,11 @@ def test_deferred_weight_gradients_are_waited_for(stage: int) -> None:
 def test_b043_one_reduction_a_step_when_a_pipeline_holds() -> None:
     """Whoever holds the gradients, one reduction a unit and step, at every stage."""
     mesh = Mesh(dp=2)
-    for stage, kind in ((0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")):
+    for stage in STAGES:
+        kind = "reduce_scatter" if stage else "all_reduce"
         weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
-        optimizer = ZeroOptimizer(
-            [weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, reduction="mean"
+        optimizer = make_optimizer(
+            nn.ParameterList([weight]), torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, reduction="mean"
         )
         mesh.ledger.reset()
         gradient_work(weight).hold()
@@ -271,28 +279,31 @@ def test_bytes_of_each_stage() -> None:
 def test_units_are_launched_during_the_backward_pass() -> None:
     """The last layer's unit is on its way before the first layer's gradient is computed."""
     mesh = Mesh(dp=2)
-    linears = [nn.Linear(16, 16, bias=False).double() for _ in range(8)]
-    layers = nn.Sequential(*linears)
-    optimizer = ZeroOptimizer(layers.parameters(), torch.optim.SGD, data=mesh.data, lr=0.1, bucket_mb=0.002)
-    assert len(optimizer.units) == 8
-    launched: list[list[bool]] = []
+    for stage in STAGES:
+        linears = [nn.Linear(16, 16, bias=False).double() for _ in range(8)]
+        layers = nn.Sequential(*linears)
+        optimizer = make_optimizer(
+            layers, torch.optim.SGD, stage=stage, data=mesh.data, lr=0.1, bucket_mb=0.002
+        )
+        assert len(optimizer.units) == 8
+        launched: list[list[bool]] = []
 
-    def look(parameter: Tensor) -> None:
-        launched.append([linear.weight.grad is None for linear in linears])
+        def look(
+            _: Tensor, linears: list[nn.Linear] = linears, launched: list[list[bool]] = launched
+        ) -> None:
+            launched.append([linear.weight.grad is None for linear in linears])
 
-    first = linears[0].weight
-    first.register_post_accumulate_grad_hook(look)
-    x = torch.randn(4, 16, dtype=torch.float64)
-    layers(x).sum().backward()
-    assert launched[0][1:] == [True] * 7
-    optimizer.step()
+        linears[0].weight.register_post_accumulate_grad_hook(look)
+        layers(torch.randn(4, 16, dtype=torch.float64)).sum().backward()
+        assert launched[0][1:] == [True] * 7
+        optimizer.step()
 
 
 @pytest.mark.ranks(2)
 def test_stage_two_frees_gradients() -> None:
     """Between the units' reductions and between steps no whole gradient is alive."""
     axis = Mesh(dp=2).data
-    for stage, kept in ((1, True), (2, False)):
+    for stage, kept in ((1, True), (2, False), (3, False)):
         net = model()
         optimizer = sgd(net, axis, stage)
         with optimizer.accumulate():
@@ -315,29 +326,29 @@ def test_stage_two_frees_gradients() -> None:
 @pytest.mark.ranks(2)
 def test_an_exception_inside_accumulate_leaves_nothing_held() -> None:
     axis = Mesh(dp=2).data
-    net = model()
-    optimizer = sgd(net, axis, 2)
-    with pytest.raises(KeyError), optimizer.accumulate():
-        raise KeyError("data")
-    assert all(gradient_work(parameter).final for parameter in net.parameters())
-    loss_of(net, batch(0, axis.rank)).backward()
-    optimizer.step()
     right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), 2, steps=1)
-    assert_equal(net, right)
+    for stage in STAGES[2:]:
+        net = model()
+        optimizer = sgd(net, axis, stage)
+        with pytest.raises(KeyError), optimizer.accumulate():
+            raise KeyError("data")
+        assert all(gradient_work(parameter).final for parameter in net.parameters())
+        loss_of(net, batch(0, axis.rank)).backward()
+        optimizer.step()
+        assert_equal(net, right)
 
 
 @pytest.mark.ranks(2)
 def test_an_option_without_effect_says_so() -> None:
     """A pipeline holds gradients: they are right, but whole, and asking for shards in between warns."""
     axis = Mesh(dp=2).data
-    for between, expected in (
-        (True, pytest.warns(UserWarning, match="has no effect")),
-        (None, nullcontext()),
-    ):
+    for stage, between in itertools.product(STAGES[2:], (True, None)):
+        expected = pytest.warns(UserWarning, match="has no effect") if between else nullcontext()
         weight = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        optimizer = ZeroOptimizer(
-            [weight], torch.optim.SGD, data=axis, stage=2, lr=1.0, shard_between_micro_batches=between
-        )
+        optimizer = make_optimizer(
+            nn.ParameterList([weight]), torch.optim.SGD, data=axis, stage=stage, lr=1.0,
+            shard_between_micro_batches=between,
+        )  # fmt: skip
         gradient_work(weight).hold()
         weight.sum().backward()
         gradient_work(weight).release()
@@ -351,33 +362,35 @@ def test_an_option_without_effect_says_so() -> None:
 def test_a_pass_that_ends_while_others_are_held_closes_nothing() -> None:
     """Two pipeline chunks on a rank have backward passes of their own; still one reduction a unit and step."""
     mesh = Mesh(dp=2)
-    first, second, unused = (nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(3))
-    optimizer = ZeroOptimizer(
-        [first, second, unused], torch.optim.SGD, data=mesh.data, lr=1.0, bucket_mb=4 * 8 / 2**20
-    )
-    assert len(optimizer.units) == 3
-    for chunk in (first, second):
-        gradient_work(chunk).hold()
-    mesh.ledger.reset()
-    for chunk in (second, first):
-        chunk.sum().backward()
-    for chunk in (second, first):
-        gradient_work(chunk).release()
-        chunk.sum().backward()
-    optimizer.step()
-    assert mesh.ledger.total("data", "reduce_scatter").calls == 3
-    assert mesh.ledger.total("data", "all_reduce").calls == 2  # the norm; a parameter is missing
-    assert first.tolist() == second.tolist() == [-2.0] * 4
+    for stage in STAGES[1:]:
+        first, second, unused = (nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(3))
+        optimizer = ZeroOptimizer(
+            [first, second, unused], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0,
+            bucket_mb=4 * 8 / 2**20, module=[nn.ParameterList([one]) for one in (first, second, unused)],
+        )  # fmt: skip
+        assert len(optimizer.units) == 3
+        for chunk in (first, second):
+            gradient_work(chunk).hold()
+        mesh.ledger.reset()
+        for chunk in (second, first):
+            chunk.sum().backward()
+        for chunk in (second, first):
+            gradient_work(chunk).release()
+            chunk.sum().backward()
+        optimizer.step()
+        assert mesh.ledger.total("data", "reduce_scatter").calls == 3
+        assert mesh.ledger.total("data", "all_reduce").calls == 2  # the norm; a parameter is missing
+        assert first.tolist() == second.tolist() == [-2.0] * 4
 
 
 @pytest.mark.ranks(2)
-def test_zero_grad_forgets_a_micro_batch_at_stage_two() -> None:
-    """Also where nothing travels, and when only some ranks had a gradient in it."""
-    for axis in (Axis.single("data"), Mesh(dp=2).data):
+def test_zero_grad_forgets_a_micro_batch_whose_gradients_are_sharded() -> None:
+    """Also where nothing travels, and at stage 2 when only some ranks had a gradient in it."""
+    for axis, stage in itertools.product((Axis.single("data"), Mesh(dp=2).data), STAGES[2:]):
         net = model()
-        optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=axis, stage=2, lr=0.1)
+        optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1)
         with optimizer.accumulate():
-            if axis.rank == 0:
+            if axis.rank == 0 or stage == 3:
                 loss_of(net, batch(99, 0)).backward()
         optimizer.zero_grad()
         loss_of(net, batch(0, axis.rank)).backward()
