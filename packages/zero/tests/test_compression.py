@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.zero.tests.nets import STAGES
 from torch import Tensor, nn
 
 from shardweave import comm
@@ -46,6 +47,11 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
 
 
+def alone(ours: dict[str, nn.Parameter]) -> list[nn.Module]:
+    """Each in a module of its own: units at stage 3."""
+    return [nn.ParameterList([parameter]) for parameter in ours.values()]
+
+
 def gradient(name: str, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + ord(name))
     return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
@@ -75,7 +81,7 @@ def check(mesh: Mesh, stage: int, compression: Compression, *, micros: int = 1) 
     ours = parameters()
     optimizer = ZeroOptimizer(
         ours.items(), torch.optim.SGD, data=mesh.data, shard=mesh.shard, stage=stage, lr=RATE,
-        bucket_mb=0.002, compression=compression,
+        bucket_mb=0.002, compression=compression, module=alone(ours),
     )  # fmt: skip
     steps, skipped = 6, 3
     for step in range(steps):
@@ -102,12 +108,12 @@ def check(mesh: Mesh, stage: int, compression: Compression, *, micros: int = 1) 
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_was_applied_and_what_is_owed_is_what_went_in(stage: int) -> None:
     for replicas, nodes in ((1, 1), (1, 2), (2, 2), (4, 1)):
         mesh = mesh_of(replicas, nodes)
         for number, compression in enumerate(KINDS):
-            if stage == 1 or number % 2 == stage // 2:  # half of them at stage 0, the others at stage 2
+            if stage == 1 or number % 2 == stage // 2:  # half of them at stage 0, the others at 2 and 3
                 check(mesh, stage, compression)
         check(mesh, stage, KINDS[0], micros=3)
         mesh.close()
@@ -140,18 +146,17 @@ def test_residuals_follow_the_loss_scale() -> None:
 @pytest.mark.ranks(2)
 def test_gradients_that_are_forgotten_leave_no_trace() -> None:
     mesh = Mesh(dp=2, options=CommOptions(background=True))
-    ours = parameters()
-    optimizer = ZeroOptimizer(
-        ours.items(), torch.optim.SGD, data=mesh.data, lr=RATE, compression=OneBit(block=32)
-    )
-    backward(ours, mesh.data.rank, 0)
-    optimizer.step()
-    before = owed(optimizer, mesh)
-    optimizer.zero_grad()  # nothing is pending: takes nothing back
-    assert all(torch.equal(before[name], now) for name, now in owed(optimizer, mesh).items())
-    backward(ours, mesh.data.rank, 1)
-    optimizer.zero_grad()
-    assert all(torch.equal(before[name], now) for name, now in owed(optimizer, mesh).items())
+    for stage in STAGES:
+        ours = parameters()
+        optimizer = optimizer_of(mesh, ours, OneBit(block=32), 1.0, "mean", stage)
+        backward(ours, mesh.data.rank, 0)
+        optimizer.step()
+        before = owed(optimizer, mesh)
+        optimizer.zero_grad()  # nothing is pending: takes nothing back
+        assert all(torch.equal(before[name], now) for name, now in owed(optimizer, mesh).items())
+        backward(ours, mesh.data.rank, 1)
+        optimizer.zero_grad()
+        assert all(torch.equal(before[name], now) for name, now in owed(optimizer, mesh).items())
     mesh.close()
 
 
@@ -181,11 +186,17 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def optimizer_of(
-    mesh: Mesh, ours: dict[str, nn.Parameter], compression: Compression | None, bucket_mb: float, op: str
+    mesh: Mesh,
+    ours: dict[str, nn.Parameter],
+    compression: Compression | None,
+    bucket_mb: float,
+    op: str,
+    stage: int = 1,
 ) -> ZeroOptimizer:
     return ZeroOptimizer(
-        ours.items(), torch.optim.SGD, data=mesh.data, model=mesh.model, stage=1, lr=RATE,
+        ours.items(), torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=RATE,
         bucket_mb=bucket_mb, compression=compression, reduction=op,
+        module=alone(ours) if bucket_mb < 1 else nn.ParameterList(ours.values()),
     )  # fmt: skip
 
 
@@ -200,17 +211,18 @@ def some_steps(optimizer: ZeroOptimizer, ours: dict[str, nn.Parameter], mesh: Me
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, nodes: int) -> None:
     mesh = mesh_of(1, nodes)
     for number, compression in enumerate((*KINDS, TopK(density=0.2, momentum=0.9))):
+        stage = (1, 3)[(number + nodes) % 2]
         straight, stopped, resumed = parameters(), parameters(), parameters()
-        some_steps(optimizer_of(mesh, straight, compression, 0.002, "mean"), straight, mesh, range(6))
-        optimizer = optimizer_of(mesh, stopped, compression, 0.002, "mean")
+        some_steps(optimizer_of(mesh, straight, compression, 0.002, "mean", stage), straight, mesh, range(6))
+        optimizer = optimizer_of(mesh, stopped, compression, 0.002, "mean", stage)
         some_steps(optimizer, stopped, mesh, range(4))
         save_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
         local = optimizer.local_state()
-        optimizer = optimizer_of(mesh, resumed, compression, 0.002, "mean")
+        optimizer = optimizer_of(mesh, resumed, compression, 0.002, "mean", stage)
         load_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
         some_steps(optimizer, resumed, mesh, range(4, 6))
         again = parameters()
-        optimizer = optimizer_of(mesh, again, compression, 0.002, "mean")
+        optimizer = optimizer_of(mesh, again, compression, 0.002, "mean", stage)
         optimizer.load_local_state(local)
         some_steps(optimizer, again, mesh, range(4, 6))
         for name, right in straight.items():
@@ -232,14 +244,14 @@ def test_another_number_of_workers_owes_the_same(tmp_path: Path, op: str) -> Non
     saved: list[dict[str, Tensor]] = []
     for number, mesh in enumerate(meshes):
         ours = parameters()
-        optimizer = optimizer_of(mesh, ours, KINDS[number], 0.002, op)
+        optimizer = optimizer_of(mesh, ours, KINDS[number], 0.002, op, stage=1 + number)
         some_steps(optimizer, ours, mesh, range(4))
         save_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
         saved.append(summed(optimizer, mesh, op))
     for number, before in enumerate(saved):
         for mesh in meshes:
-            for compression in (OneBit(block=32), TopK(density=0.1)):
-                optimizer = optimizer_of(mesh, parameters(), compression, 1.0, op)
+            for compression, stage in ((OneBit(block=32), 3), (TopK(density=0.1), 1)):
+                optimizer = optimizer_of(mesh, parameters(), compression, 1.0, op, stage)
                 load_checkpoint(tmp_path / str(number), optimizer, world=mesh.world)
                 for name, now in summed(optimizer, mesh, op).items():
                     torch.testing.assert_close(now, before[name], rtol=1e-12, atol=1e-13)
@@ -258,7 +270,7 @@ def test_partial_sums_have_residuals_of_their_own(tmp_path: Path) -> None:
     partial, whole = Mesh(dp=2, tp=2, options=options), Mesh(dp=4, options=options)
     weight = nn.Parameter(torch.zeros(70, dtype=torch.float64))
     set_sharding(weight, Sharding(name="w", shape=(70,), partial=(partial.tp,)))
-    optimizer = optimizer_of(partial, {"w": weight}, OneBit(block=32), 1.0, "mean")
+    optimizer = optimizer_of(partial, {"w": weight}, OneBit(block=32), 1.0, "mean", stage=3)
     given = torch.zeros(70, dtype=torch.float64)
     for step in range(5):
         everyone = [
