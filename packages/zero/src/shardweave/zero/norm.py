@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardweave.comm import Axis, all_reduce, counts_here, gather_values
+from shardweave.comm.text import ranks_text
 
 from .unit import Unit
 
@@ -151,13 +152,20 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> float:
 
 
 def describe_broken(units: Sequence[Unit], data: Axis, model: Axis) -> str:
-    """Which parameter has a gradient that is not finite; the same text on every rank, all of them call it."""
-    mine = _first_broken(units, data.ranks[data.rank])
-    texts = [text for of_data in gather_values(gather_values(mine, data), model) for text in of_data]
-    return next((text for text in texts if text), "the global norm is not finite")
+    """Which parameter has a gradient that is not finite, and from which ranks; the same text on every rank.
+
+    After a reduction it is so on all ranks that hold a part; those it came from have looked before (``broken_here``).
+    All ranks call it.
+    """
+    here = data.ranks[data.rank] if any(unit.broken_here for unit in units) else None
+    told = gather_values(gather_values((_first_broken(units), here), data), model)
+    everyone = [one for of_data in told for one in of_data]
+    text = next((text for text, _ in everyone if text), "the global norm is not finite")
+    ranks = sorted(rank for _, rank in everyone if rank is not None)
+    return f"{text} ({f'from {ranks_text(ranks)}' if ranks else 'in the sum over the ranks'})"
 
 
-def _first_broken(units: Sequence[Unit], rank: int) -> str:
+def _first_broken(units: Sequence[Unit]) -> str:
     for unit in units:
         gradient = unit.shard.gradient
         for piece in unit.shard.pieces:
@@ -167,7 +175,7 @@ def _first_broken(units: Sequence[Unit], rank: int) -> str:
                 value = part[element - piece.begin].item()
                 if unit.compressed is not None:
                     return f"a gradient among {unit.names[0]} to {unit.names[-1]}, compressed together, is not finite"
-                return f"the gradient of {unit.names[piece.slot]} is {value} at element {element} (on rank {rank})"
+                return f"the gradient of {unit.names[piece.slot]} is {value} at element {element}"
     return ""
 
 

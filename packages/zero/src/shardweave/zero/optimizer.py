@@ -95,8 +95,9 @@ class ZeroOptimizer(Optimizer):
     stage 1 while accumulating, and the bytes of one reduction a step. A pipeline that holds gradients over
     its own micro-batches has them kept whole in any case; ``True`` then warns.
     ``nonfinite``: what all ranks do together when any gradient on any rank is infinite or NaN: ``"skip"`` the
-    step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere,
-    or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for losses that
+    step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere, which names
+    the step, a parameter and the ranks it came from (each then looks at its gradients once more, before
+    they are reduced), or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for losses that
     are already divided by the global count. ``loss_scale``: for float16, see :class:`LossScale`; run ``backward`` on
     :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
     ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any rank.
@@ -178,6 +179,8 @@ class ZeroOptimizer(Optimizer):
         self._scaler = Scaler(loss_scale)
         self.compressed_steps = 0
         """Steps that compression has counted, of which the first are plain; the same on all ranks."""
+        self.num_steps = 0
+        """How often :meth:`step` was called, skipped steps included; the same on all ranks."""
         self.skipped = 0
         """Steps that were skipped because a gradient was not finite."""
         self.step_skipped = False
@@ -207,6 +210,7 @@ class ZeroOptimizer(Optimizer):
         Afterwards every rank's module holds the new parameters. ``closure``: evaluated first, once.
         """
         self._check_usable()
+        self.num_steps += 1
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -393,6 +397,7 @@ class ZeroOptimizer(Optimizer):
         """What is kept besides tensors and settings, the same on all ranks: torch class, skipped steps, loss scale."""
         return {
             "kind": self._kind.__name__,
+            "steps": self.num_steps,
             "skipped": self.skipped,
             "loss_scale": self.loss_scale_state(),
             "compression": compression_counters(self._options.compression, self._data, self.compressed_steps),
@@ -400,6 +405,7 @@ class ZeroOptimizer(Optimizer):
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
         """Goes on from :meth:`counters`, on any layout."""
+        self.num_steps = int(saved.get("steps", 0))
         self.skipped = int(saved.get("skipped", 0))
         self.load_loss_scale_state(saved.get("loss_scale", {}))
 
@@ -422,6 +428,7 @@ class ZeroOptimizer(Optimizer):
         buffers are the module's, not the optimizer's, and are not in it.
         """
         saved = state.capture(self._units, self.param_groups, self._layout())
+        saved["steps"] = self.num_steps
         saved["skipped"] = self.skipped
         saved |= {f"{_SCALE}{key}": value for key, value in self.loss_scale_state().items()}
         saved |= local_residuals(self._units)
@@ -440,6 +447,7 @@ class ZeroOptimizer(Optimizer):
         with torch.no_grad():
             state.restore(saved, self._units, self.param_groups, self._layout())
             self._publish()
+        self.num_steps = int(saved.get("steps", 0))
         self.skipped = int(saved.get("skipped", 0))
         self._scaler.restore(scale)
         self.compressed_steps = load_local_residuals(self._units, saved)
@@ -658,7 +666,7 @@ class ZeroOptimizer(Optimizer):
         if self._options.nonfinite == "stop" and not self._scaler.can_back_off:
             found = describe_broken(self._units, self._data, self._model)
             at = f" at the smallest loss scale, {self.loss_scale:g}" if self._options.loss_scale else ""
-            raise FloatingPointError(f"{found}{at}; no parameter was changed")
+            raise FloatingPointError(f"step {self.num_steps}: {found}{at}; no parameter was changed")
         self.skipped += 1
         return True
 

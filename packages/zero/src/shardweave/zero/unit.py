@@ -89,6 +89,8 @@ class Unit:
         self.optimizer = make_optimizer(self.shard.pieces)
         self.present: set[int] = set()
         """Slots whose parameter has had a gradient since the last step, here or on another rank."""
+        self._watches = options.nonfinite == "stop"
+        self._extremes: list[Tensor] = []
         self.frozen: set[int] = set()
         """Slots whose parameter is not trained any more, as all ranks agreed; it keeps its place and its state."""
         self.compressed = self._compression(options.compression)
@@ -110,11 +112,18 @@ class Unit:
         """Whether there is a gradient here, reduced or not, that no step has used."""
         return self.local.waiting or self._incoming is not None or self.shard.gradient is not None
 
+    @property
+    def broken_here(self) -> bool:
+        """Whether a gradient of this rank's own was not finite in this step; known where such a step is to stop."""
+        return not all(bool(torch.isfinite(extremes).all()) for extremes in self._extremes)
+
     def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
         """Takes the local gradients and launches their reduction; returns the buffer that it reads."""
         filled = self.local.filled
         self.present |= filled if self.compressed is None else self.compressed.sends(filled)
         buffer = self.local.take()
+        if self._watches and self.plan.numel:
+            self._extremes.append(torch.stack(torch.aminmax(buffer[: self.plan.numel])))
         if self._axis.size == 1:
             return buffer, Pending.ready(buffer)
         if self.compressed is not None:
@@ -157,6 +166,7 @@ class Unit:
 
     def drop_gradient(self) -> None:
         """Forgets local and reduced gradients; their memory is kept for the next step below stage 2."""
+        self._extremes.clear()
         self.local.clear()
         for reduced in (self.shard.gradient, self._incoming):
             if reduced is not None:
