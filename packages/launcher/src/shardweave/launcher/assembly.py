@@ -25,6 +25,7 @@ from shardweave.launcher.communication import compression_of, num_replicas
 from shardweave.launcher.config import Config
 from shardweave.launcher.config import Optimizer as OptimizerSettings
 from shardweave.launcher.config import Zero as ZeroSettings
+from shardweave.launcher.gathering import check_gathering, gathering_options
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import transformer_config
@@ -95,6 +96,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         raise ConfigError(problems)
     shape, layout, device = transformer_config(config), layout_of_mesh(mesh), device_of(config)
     check_fit(config, layout, shape)
+    check_gathering(config, layout, shape)
     plan = batch_plan(config, layout)
     dtype = DTYPES[config.precision]
 
@@ -127,7 +129,8 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     )
 
     # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
-    #     ranks are summed, not averaged. Small ones vanish in fp16, so there the loss is multiplied before.
+    #     ranks are summed, not averaged. Small ones vanish in fp16, so there the loss is multiplied before. Stage 3
+    #     gathers parameters when the parts of the module run.
     optimizer = ZeroOptimizer(
         decay_groups(module.parameters(), config.optimizer.weight_decay),
         _OPTIMIZERS[config.optimizer.name],
@@ -144,7 +147,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         reduction="sum",
         loss_scale=LossScale() if dtype == torch.float16 else None,
         compression=compression_of(config.comm),
-        **_gathering(config.zero),
+        **gathering_options(config.zero),
         **_options(config.optimizer),
     )
     return Assembly(shape, layout, plan, module, pipeline, optimizer, device)
@@ -164,12 +167,6 @@ def _other_replicas(config: Config, mesh: Mesh) -> Iterator[Problem]:
 def _options(settings: OptimizerSettings) -> dict[str, Any]:
     adam = {} if settings.name == "sgd" else {"betas": settings.betas, "eps": settings.eps}
     return {"lr": settings.lr, **adam}
-
-
-def _gathering(settings: ZeroSettings) -> dict[str, int]:
-    """What stage 3 was told; below it these have no effect, which a warning says."""
-    told = {name: getattr(settings, name) for name in ("prefetch", "max_live_parameters", "keep_gathered")}
-    return {name: value for name, value in told.items() if value != "auto" and settings.stage == 3}
 
 
 def _between_micro_batches(settings: ZeroSettings) -> bool | None:

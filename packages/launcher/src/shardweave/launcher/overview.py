@@ -14,6 +14,7 @@ from shardweave.launcher.assembly import DTYPES
 from shardweave.launcher.communication import num_replicas, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.gathering import check_gathering, gathered
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import transformer_config
@@ -47,27 +48,32 @@ class Overview:
     bubble: float
     """Share of a step that pipeline ranks stand idle, on paper."""
     memory: list[list[MemoryUse]]
-    """By stage and tensor rank."""
+    """By stage and tensor rank; parameters with what is gathered at a time."""
+    gathered: list[int]
+    """Bytes of parameters that a rank of each stage gathers at a time, at most; 0 below ZeRO stage 3."""
 
     @classmethod
     def of(cls, config: Config, layout: Layout, dataset: Dataset) -> Overview:
         """Computes it.
 
         Raises:
-            ConfigError: for a layout or batch that does not fit.
+            ConfigError: for a layout, a batch or a bound on what is gathered that does not fit.
         """
         shape = transformer_config(config)
         check_fit(config, layout, shape)
+        check_gathering(config, layout, shape)
         plan = batch_plan(config, layout)
         stages = stages_of(layout, shape)
         timeline = schedule(
             config.parallel.schedule, stages=layout.pipeline, micro_batches=plan.accumulation
         ).simulate()
+        width = DTYPES[config.precision].itemsize
+        live = [width * gathered(config, layout, shape, part).most for part in stages]
         uses = [
-            [_held(config, layout, shape, part, rank, in_flight=peak) for rank in range(layout.tensor)]
-            for part, peak in zip(stages, timeline.peak_activations, strict=True)
+            [_held(config, layout, shape, part, rank, extra, in_flight=peak) for rank in range(layout.tensor)]
+            for part, peak, extra in zip(stages, timeline.peak_activations, live, strict=True)
         ]
-        return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses)
+        return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses, live)
 
     @property
     def parameters(self) -> int:
@@ -75,9 +81,10 @@ class Overview:
         return count_parameters(self.shape)
 
     @property
-    def largest(self) -> MemoryUse:
-        """Of the rank that holds most."""
-        return max((use for uses in self.memory for use in uses), key=lambda use: use.total)
+    def largest(self) -> tuple[MemoryUse, int]:
+        """Of the rank that holds most, and what of it is gathered at a time."""
+        both = zip(self.memory, self.gathered, strict=True)
+        return max(((use, live) for uses, live in both for use in uses), key=lambda pair: pair[0].total)
 
     def header(self) -> Iterator[tuple[str, str]]:
         """The lines over a run: label and text."""
@@ -93,7 +100,8 @@ class Overview:
             "data",
             f"{config.data.source}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}",
         )
-        yield "memory", f"about {bytes_text(self.largest.total)} on the fullest rank ({_kinds(self.largest)})"
+        most, live = self.largest
+        yield "memory", f"about {bytes_text(most.total)} on the fullest rank ({_kinds(most, live)})"
 
     def details(self) -> Iterator[tuple[str, str]]:
         """What a dry run adds: who is where and holds what."""
@@ -111,7 +119,7 @@ class Overview:
                 yield "", f"... and so on to dp {layout.data - 1}"
             for rank, use in enumerate(self.memory[stage][:_SHOWN]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
-                yield "", f"{who}{bytes_text(use.total)} ({_kinds(use)})"
+                yield "", f"{who}{bytes_text(use.total)} ({_kinds(use, self.gathered[stage])})"
         work = flops(self.shape, batch=self.plan.global_batch)
         yield (
             "work",
@@ -138,9 +146,16 @@ class Overview:
 
 
 def _held(
-    config: Config, layout: Layout, shape: TransformerConfig, part: Part, rank: int, *, in_flight: int
+    config: Config,
+    layout: Layout,
+    shape: TransformerConfig,
+    part: Part,
+    rank: int,
+    live: int,
+    *,
+    in_flight: int,
 ) -> MemoryUse:
-    """What a tensor rank of a stage holds while it trains."""
+    """What a tensor rank of a stage holds while it trains, ``live`` bytes of gathered parameters among it."""
     use = memory(
         shape,
         layout=RankLayout(
@@ -159,7 +174,11 @@ def _held(
     )
     elements = count_parameters(shape, part=part, tensor=layout.tensor, rank=rank)
     # What compression keeps is a state of the optimizer's, saved with it.
-    return replace(use, optimizer=use.optimizer + residual_bytes(config, layout, elements))
+    return replace(
+        use,
+        parameters=use.parameters + live,
+        optimizer=use.optimizer + residual_bytes(config, layout, elements),
+    )
 
 
 def _keeps_gradients_whole(config: Config) -> bool:
@@ -192,6 +211,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _kinds(use: MemoryUse) -> str:
-    kinds = ("parameters", "gradients", "optimizer", "activations")
-    return ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds)
+def _kinds(use: MemoryUse, live: int) -> str:
+    kinds = ("gradients", "optimizer", "activations")
+    gathered = f" with {bytes_text(live)} gathered at a time" if live else ""
+    texts = [f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds]
+    return ", ".join([f"parameters {bytes_text(use.parameters)}{gathered}", *texts])

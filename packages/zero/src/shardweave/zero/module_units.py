@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["ModuleUnit", "UnitChoice", "module_units"]
+__all__ = ["ModuleUnit", "UnitChoice", "module_units", "unit_numbers"]
 
 UnitChoice = Sequence[type[nn.Module] | str | nn.Module]
 """Modules that are units: by class, by name in the tree, or themselves."""
@@ -67,6 +67,12 @@ def module_units(
     tree.units += [ModuleUnit("", root, tuple(rest)) for root, rest in zip(roots, rests, strict=True) if rest]
     order = {id(parameter): number for number, parameter in enumerate(parameters)}
     return sorted(tree.units, key=lambda unit: order[id(unit.parameters[0])])
+
+
+def unit_numbers(parts: Sequence[ModuleUnit], parameters: Sequence[nn.Parameter]) -> list[int]:
+    """For each parameter a number of its part; frozen ones have another, as no gradients are collected for them."""
+    found = {id(parameter): number for number, part in enumerate(parts) for parameter in part.parameters}
+    return [2 * found[id(parameter)] + (not parameter.requires_grad) for parameter in parameters]
 
 
 class _Tree:

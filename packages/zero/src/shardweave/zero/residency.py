@@ -56,7 +56,9 @@ class Member:
         self.task: int | None = None
         """The backward pass that uses it."""
         self.arrived: set[int] = set()
-        """Slots whose gradients arrived in it."""
+        """Slots whose gradients arrived in it, also before the first node that reads values: a bias' may."""
+        self.arrived_in = -1
+        """The backward pass in which they did."""
         self.trained = 0
         """How many there are to be."""
         self.used_at = 0
@@ -191,6 +193,8 @@ class Residency:
 
     def arrived(self, member: Member, slot: int) -> None:
         """A parameter's gradient arrived, or a part of it that had been put off."""
+        if member.task is None:
+            self._begin_arrivals(member, current_backward())
         member.arrived.add(slot)
         if member.task is not None and len(member.arrived) >= member.trained and not member.owed:
             member.task = None
@@ -361,7 +365,7 @@ class Residency:
     def _pin(self, member: Member, task: int) -> None:
         if member.task is None:
             member.task = task
-            member.arrived.clear()
+            self._begin_arrivals(member, task)
             with torch._C.DisableTorchFunctionSubclass():
                 member.trained = sum(parameter.requires_grad for parameter in member.flat.parameters)
             if not member.users:
@@ -369,6 +373,11 @@ class Residency:
             if task not in self._tasks:
                 self._tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
+
+    def _begin_arrivals(self, member: Member, task: int) -> None:
+        if member.arrived_in != task:
+            member.arrived_in = task
+            member.arrived.clear()
 
     def _backward_ended(self, task: int) -> None:
         self._tasks.discard(task)

@@ -1,0 +1,60 @@
+"""What stage 3 would gather together, known before anything is allocated or any rank started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardweave.comm import Axis
+
+from .layout import plan
+from .module_units import UnitChoice, module_units, unit_numbers
+
+__all__ = ["GatheredUnit", "plan_gathering"]
+
+
+@dataclass(frozen=True)
+class GatheredUnit:
+    """Parameters that stage 3 gathers and releases together."""
+
+    modules: tuple[str, ...]
+    """The modules at whose forward they are gathered, as in ``named_modules()``; ``""``: the root, all along."""
+    parameters: tuple[str, ...]
+    """As in ``named_parameters()``, in the order of the buffer."""
+    elements: int
+    """Of this rank, with the padding to a multiple of the shards: what counts against ``max_live_parameters``."""
+
+
+def plan_gathering(
+    module: nn.Module, *, shards: int, bucket_mb: float = 25, units: UnitChoice | None = None
+) -> tuple[GatheredUnit, ...]:
+    """The units that ``ZeroOptimizer(stage=3, module=module)`` makes of a module, in forward order.
+
+    The module may be on the meta device. ``shards``: ranks that it would be sharded over. ``bucket_mb``, ``units``: as
+    for :class:`ZeroOptimizer`.
+
+    ValueError: for a choice of ``units`` that does not fit the module.
+    """
+    named = [
+        (name, parameter) for name, parameter in module.named_parameters() if parameter.is_floating_point()
+    ]
+    names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+    parts = module_units([module], parameters, limit=int(bucket_mb * 2**20) // 4, choice=units)
+    home = {id(parameter): part for part in parts for parameter in part.parameters}
+    plans = plan(
+        parameters,
+        names,
+        data=Axis.single("dp"),
+        shards=shards,
+        bucket_mb=bucket_mb,
+        groups=unit_numbers(parts, parameters),
+    )
+    return tuple(
+        GatheredUnit(
+            tuple(dict.fromkeys(home[id(parameters[slot.index])].name for slot in one.slots)),
+            tuple(names[slot.index] for slot in one.slots),
+            one.length,
+        )
+        for one in plans
+    )
