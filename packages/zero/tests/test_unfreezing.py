@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
-from packages.zero.tests.nets import Net, assert_equal, batch, loss_of, model
+from packages.zero.tests.nets import STAGES, Net, assert_equal, batch, loss_of, make_optimizer, model
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, Sharding, set_sharding
 from shardweave.zero import MixedPrecision, ZeroOptimizer
 
-STAGES = (0, 1, 2)
 SMALL = 0.0003
 """MiB: a handful of units."""
 
@@ -51,18 +51,16 @@ def test_b070_unfrozen_later_is_trained_and_frozen_later_is_not() -> None:
     axis = Mesh(dp=2).data
     steps, micros, clip = 6, 2, 0.05
     right = alone(2, steps, micros, clip)
-    for stage in (*STAGES, 3):
+    for stage in STAGES:
         net = model()
         schedule(0, net)
-        optimizer = ZeroOptimizer(
-            net.parameters(), torch.optim.AdamW, data=axis, module=net, stage=stage, clip=clip, bucket_mb=SMALL,
-            lr=0.01, weight_decay=0.1,
+        optimizer = make_optimizer(
+            net, torch.optim.AdamW, data=axis, stage=stage, clip=clip, bucket_mb=SMALL, lr=0.01, weight_decay=0.1
         )  # fmt: skip
-        kept = sum(piece.values.numel() for piece in optimizer.pieces())
-        if stage == 0:
-            assert kept == sum(p.numel() for p in net.parameters() if p.requires_grad), (
-                "nothing for frozen ones"
-            )
+        held = sum(plan.numel for plan in optimizer.units)
+        assert held == sum(p.numel() for p in net.parameters() if p.requires_grad or stage == 3), (
+            "nothing for frozen ones, but at stage 3, which shards them too"
+        )
         for step, (right_values, norm) in enumerate(right):
             schedule(step, net)
             wanted = [p.requires_grad for p in net.parameters()]
@@ -85,42 +83,81 @@ def test_b070_unfrozen_later_is_trained_and_frozen_later_is_not() -> None:
 def test_units_stay_in_forward_order_and_wait_for_what_is_trained_only() -> None:
     """So reductions start during the backward pass also of parameters that were frozen first, or are now."""
     axis = Mesh(dp=2).data
-    layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
-    layers[1].requires_grad_(False)
-    optimizer = ZeroOptimizer(
-        layers.parameters(), torch.optim.SGD, data=axis, stage=2, lr=0.1, bucket_mb=200 / 2**20
-    )
+    for stage in STAGES[2:]:
+        layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        layers[1].requires_grad_(False)
+        optimizer = make_optimizer(
+            layers, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=200 / 2**20
+        )
+        every = [f"{number}.weight" for number in range(4)]
+        assert names(optimizer) == ([every[0], *every[2:]] if stage == 2 else every)
+        layers[1].requires_grad_(True)
+        layers[2].bias.requires_grad_(False)
+        x = torch.ones(2, 4, dtype=torch.float64)
+        for step in range(2):
+            out = x
+            launched: list[int] = []
+            for number, layer in enumerate(layers):
+                out = layer(out)
+                if number == 0:
+                    out.register_hook(
+                        lambda _, found=launched, at=optimizer: found.append(at._reducer.order._next)
+                    )
+            out.sum().backward()
+            assert launched == [1 if step == 0 else 3], "when the backward pass comes to the first layer"
+            optimizer.step()
+            assert names(optimizer) == every
 
-    def names() -> list[str]:
-        return [unit.names[0] for unit in optimizer._units]
 
-    assert names() == ["group0.0", "group0.4", "group0.6"]
-    layers[1].requires_grad_(True)
-    layers[2].bias.requires_grad_(False)
-    x = torch.ones(2, 4, dtype=torch.float64)
-    for step in range(2):
-        out = x
-        launched: list[int] = []
-        for number, layer in enumerate(layers):
-            out = layer(out)
-            if number == 0:
-                out.register_hook(lambda _, found=launched: found.append(optimizer._reducer.order._next))
-        out.sum().backward()
-        assert launched == [1 if step == 0 else 3], "when the backward pass comes to the first layer"
-        optimizer.step()
-        assert names() == ["group0.0", "group0.2", "group0.4", "group0.6"]
+@pytest.mark.ranks(2)
+def test_b070_one_parameter_after_the_other() -> None:
+    """In units that are frozen otherwise; a gradient that was forgotten before the first step does not count."""
+    axis = Mesh(dp=2).data
+
+    def unfreeze(net: Net, step: int) -> None:
+        for number, parameter in enumerate(net.parameters()):
+            parameter.requires_grad_(number >= 6 - 2 * step)
+
+    def trained(net: Net, loss: Callable[[int], list[Tensor]], optimizer: torch.optim.Optimizer) -> None:
+        for step in range(4):
+            unfreeze(net, step)
+            for summand in loss(step + 10):
+                summand.backward()
+            optimizer.zero_grad()
+            for summand in loss(step):
+                summand.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net = model()
+    trained(net, lambda step: [loss_of(net, batch(step, rank)) / 2 for rank in range(2)], adamw(net))
+    right = [parameter.detach() for parameter in net.parameters()]
+    for stage, options in itertools.product(STAGES, ({}, {"units": []})):
+        net = model()
+        unfreeze(net, 0)
+        optimizer = make_optimizer(
+            net, torch.optim.AdamW, data=axis, stage=stage, bucket_mb=SMALL, lr=0.01, weight_decay=0.1, **options
+        )  # fmt: skip
+        trained(net, lambda step: [loss_of(net, batch(step, axis.rank))], optimizer)  # noqa: B023
+        assert_equal(net, right)
+
+
+def names(optimizer: ZeroOptimizer) -> list[str]:
+    """What each unit begins with."""
+    return [unit.names[0] for unit in optimizer._units]
 
 
 @pytest.mark.ranks(2)
 def test_a_change_on_some_ranks_only_is_named_on_all() -> None:
     axis = Mesh(dp=2).data
-    net = model()
-    net.last.requires_grad_(False)
-    optimizer = ZeroOptimizer(net.named_parameters(), torch.optim.SGD, data=axis, lr=0.1)
-    for unfreezing, message in (
+    refused = (
         (True, r"last\.weight is trained on ranks \[1\] and frozen on \[0\]"),
         (False, r"first\.bias is trained on ranks \[0\] and frozen on \[1\]"),
-    ):
+    )
+    for stage, (unfreezing, message) in itertools.product(STAGES, refused):
+        net = model()
+        net.last.requires_grad_(False)
+        optimizer = make_optimizer(net, torch.optim.SGD, stage=stage, data=axis, lr=0.1, bucket_mb=SMALL)
         before = [p.detach().clone() for p in net.parameters()]
         changed = net.last.weight if unfreezing else net.first.bias
         if axis.rank == 1:
@@ -131,8 +168,8 @@ def test_a_change_on_some_ranks_only_is_named_on_all() -> None:
         assert_equal(net, before)
         changed.requires_grad_(not unfreezing)
         optimizer.zero_grad()
-    loss_of(net, batch(0, axis.rank)).backward()
-    optimizer.step()
+        loss_of(net, batch(0, axis.rank)).backward()
+        optimizer.step()
 
 
 @pytest.mark.ranks(4)
@@ -147,6 +184,7 @@ def test_copies_on_two_stages_are_unfrozen_together() -> None:
         optimizer = ZeroOptimizer(
             [own, tied] if mesh.pp.is_first else [tied, own],
             torch.optim.SGD, data=mesh.data, model=mesh.model, stage=stage, lr=1.0, reduction="sum",
+            module=nn.ParameterList([own, tied]),
         )  # fmt: skip
         assert tied.tolist() == list(range(5)), "copies start equal, frozen ones as well"
         (own.sum() * 2).backward()
@@ -164,33 +202,38 @@ def test_copies_on_two_stages_are_unfrozen_together() -> None:
         assert own.tolist() == [1.0 - 4.0 - 2.0] * 3
 
 
+@pytest.mark.ranks(2)
 def test_sixteen_bit_gradients_add_up_in_float32_from_the_first_micro_batch() -> None:
     """Before anybody knows that the parameter is trained now; in bf16, 256 + 1 is 256."""
-    for precision in (MixedPrecision(), MixedPrecision(gradients=torch.bfloat16)):
-        weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
-        optimizer = ZeroOptimizer(
-            [weight], torch.optim.SGD, data=Axis.single(), lr=2.0**-9, precision=precision
-        )
-        weight.requires_grad_(True)
-        for value in (256.0, *[1.0] * 32):
-            (weight * value).sum().backward()
-        optimizer.step()
-        assert weight.item() == (1.0 - 288 / 512 if precision.gradients is None else 0.5)
-        masters = next(optimizer.pieces()).values
-        assert masters.dtype == torch.float32
+    for axis, stage in ((Axis.single("data"), 1), *((Mesh(dp=2).data, stage) for stage in (1, 3))):
+        for precision in (MixedPrecision(), MixedPrecision(gradients=torch.bfloat16)):
+            weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
+            optimizer = make_optimizer(
+                nn.ParameterList([weight]), torch.optim.SGD, data=axis, stage=stage, lr=2.0**-9, precision=precision,
+                **({"shard_between_micro_batches": False} if stage == 3 else {}),
+            )  # fmt: skip
+            weight.requires_grad_(True)
+            for micro, value in enumerate((256.0, *[1.0] * 32)):
+                with optimizer.accumulate() if micro < 32 else nullcontext():
+                    (weight * value).sum().backward()
+            optimizer.step()
+            assert weight.item() == (1.0 - 288 / 512 if precision.gradients is None else 0.5)
+            assert all(piece.values.dtype == torch.float32 for piece in optimizer.pieces())
 
 
+@pytest.mark.ranks(2)
 def test_frozen_parameters_get_the_modules_format() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    net[0].requires_grad_(False)
-    optimizer = ZeroOptimizer(
-        net.parameters(), torch.optim.AdamW, data=Axis.single(), lr=0.1,
-        precision=MixedPrecision(parameters=torch.bfloat16),
-    )  # fmt: skip
-    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
-    net(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert sum(plan.numel for plan in optimizer.units) == 4
+    for axis, stage in ((Axis.single("data"), 1), *((Mesh(dp=2).data, stage) for stage in STAGES)):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        net[0].requires_grad_(False)
+        optimizer = make_optimizer(
+            net, torch.optim.AdamW, stage=stage, data=axis, lr=0.1,
+            precision=MixedPrecision(parameters=torch.bfloat16),
+        )  # fmt: skip
+        assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+        net(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert sum(plan.numel for plan in optimizer.units if stage < 3) == (4 if stage < 3 else 0)
 
 
 class Odd(nn.Module):
@@ -219,13 +262,15 @@ def test_what_is_not_trained_starts_equal() -> None:
     build: Callable[..., ZeroOptimizer] = lambda net, **more: ZeroOptimizer(  # noqa: E731
         net.parameters(), torch.optim.SGD, data=mesh.data, lr=0.1, **more
     )
-    net = Odd(rank)
-    build(net, module=net, bucket_mb=1e-5)
-    for parameter in net.parameters():
-        assert bool((parameter == 0).all()), "the first rank's values"
-    assert net.mean.tolist() == [0.0, 0.0]
-    assert net.mask.tolist() == [True] * 3
-    assert net.positions.tolist() == [rank] * 2, "derived, and each rank's own"
+    for stage in STAGES:
+        net = Odd(rank)
+        optimizer = build(net, module=net, bucket_mb=1e-5, stage=stage)
+        for parameter in net.parameters():
+            assert bool((parameter == 0).all()), "the first rank's values"
+        assert net.mean.tolist() == [0.0, 0.0]
+        assert net.mask.tolist() == [True] * 3
+        assert net.positions.tolist() == [rank] * 2, "derived, and each rank's own"
+        del optimizer
     without = Odd(rank)
     build(without)
     assert bool((without.base == 0).all())
@@ -235,4 +280,4 @@ def test_what_is_not_trained_starts_equal() -> None:
     with pytest.raises(
         ValueError, match=r"the frozen parameters or buffers .* differ over axis .*ranks \[1\]"
     ):
-        build(different, module=different)
+        build(different, module=different, stage=3)

@@ -543,7 +543,8 @@ class ZeroOptimizer(Optimizer):
             bucket_mb=self._options.bucket_mb,
             device=self._device,
         )
-        self._unfreezing = Unfreezing(self._frozen, self._options.precision)
+        still_placed = [parameter for parameter in self._trained if not parameter.requires_grad]
+        self._unfreezing = Unfreezing(self._frozen, self._options.precision, still_placed)
 
     def _listen(self) -> None:
         """To the gradients of all units, from now on."""
@@ -583,6 +584,7 @@ class ZeroOptimizer(Optimizer):
             units += self._units_of(new)
             self._trained += new
         if units:
+            self._unfreezing.taken([parameter for unit in units for parameter in unit.parameters])
             added = Reducer(units, self._data, eager=False, frees=self._options.stage >= 2)
             added.finish()  # what came before anybody knew
             added.order.detach()

@@ -109,10 +109,16 @@ class Unfreezing:
 
     The module computes with them too, so they get the format it computes with. And the first gradients of a parameter
     arrive before anybody knows that it is trained now: they are added up in the format that they will have in a unit.
+    ``placed``: frozen ones that have their place in a unit, and their format, from the start (stage 3).
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], precision: MixedPrecision) -> None:
-        self.parameters = list(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        precision: MixedPrecision,
+        placed: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.parameters, self._placed = list(parameters), list(placed)
         self._subscriptions: dict[int, Subscription] = {}
         for parameter in parameters:
             if parameter.is_floating_point():
@@ -121,18 +127,21 @@ class Unfreezing:
                     parameter.data = parameter.data.to(formats.parameters)
                 if formats.gradients != parameter.dtype:
                     self._watch(parameter, formats.gradients)
+        for parameter in placed:  # all: who reduces their unit has to hear of them, trained or not
+            self._watch(parameter, precision.resolve(parameter.dtype).gradients)
 
     def taken(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These have a place in a unit now."""
+        """The gradients of these are collected in a unit now."""
         for parameter in parameters:
             self.parameters = [one for one in self.parameters if one is not parameter]
+            self._placed = [one for one in self._placed if one is not parameter]
             subscription = self._subscriptions.pop(id(parameter), None)
             if subscription is not None:
                 subscription.remove()
 
     def drop_gradients(self) -> None:
         """Forgets gradients that nobody asked for."""
-        for parameter in self.parameters:
+        for parameter in (*self.parameters, *self._placed):
             parameter.grad = None
 
     def _watch(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
