@@ -414,7 +414,7 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
         "nonfinite='never'": {"nonfinite": "never"},
         "reduction='avg'": {"reduction": "avg"},
         "precision='bf16'": {"precision": "bf16"},
-        "LBFGS looks at more than one element": {"kind": torch.optim.LBFGS},
+        "LBFGS searches along a line": {"kind": torch.optim.LBFGS},
         "pass the class": {"kind": torch.optim.SGD(net.parameters())},
         "given to ZeroOptimizer twice": {"params": [net.scale, net.scale]},
         "given one tensor": {"params": net.last.weight},

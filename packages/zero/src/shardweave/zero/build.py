@@ -49,6 +49,7 @@ def build_units(
         bucket_mb=options.bucket_mb,
         groups=groups,
         device=device,
+        whole=options.ownership == "tensor",
     )
     check_agreement(plans, names, repr(options), data=data, device=device)
 

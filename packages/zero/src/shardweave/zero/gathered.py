@@ -66,7 +66,7 @@ class GatheredParameters(FlatParameters):
         if not self.live:
             self.buffer.untyped_storage().resize_(self._bytes)
             self.live = True
-            self._pending = start_all_gather(self.own, self._axis, out=self.buffer)
+            self._pending = start_all_gather(self.own, self._axis, sizes=self.plan.sizes, out=self.buffer)
 
     def gather(self) -> None:
         """Afterwards the values are there; collective unless they are, or :meth:`start_gather` was called."""

@@ -85,6 +85,16 @@ class _GuardedView(Tensor):
     ) -> Any:
         return _watched(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor of its own, as when it is saved."""
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
 
 def guard(parameter: nn.Parameter, resident: Resident) -> None:
     """From now on ``resident`` is asked before anybody uses the parameter's values."""

@@ -20,9 +20,18 @@ __all__ = ["check_agreement", "check_parameters", "check_records", "known_name",
 
 
 def check_parameters(
-    parameters: Sequence[nn.Parameter], names: Sequence[str], data: Axis, model: Axis, *, meta: bool = False
+    parameters: Sequence[nn.Parameter],
+    names: Sequence[str],
+    data: Axis,
+    model: Axis,
+    *,
+    meta: bool = False,
+    whole: bool = False,
 ) -> None:
-    """Raises for parameters that cannot be laid out, before anything is changed. ``meta``: they may have no values."""
+    """Raises for parameters that cannot be laid out, before anything is changed.
+
+    ``meta``: they may have no values. ``whole``: the optimizer has to see the whole of each.
+    """
     for parameter, name in zip(parameters, names, strict=True):
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
@@ -35,6 +44,12 @@ def check_parameters(
                 f"module=, which does it unit by unit"
             )
         record = sharding_of(parameter)
+        if whole and tuple(parameter.shape) != tuple(record.shape):
+            raise ValueError(
+                f"parameter {name} has {tuple(parameter.shape)} of {tuple(record.shape)} on this rank, and "
+                f'ownership="tensor" is for optimizers that look at the whole; use an elementwise optimizer with '
+                f"tensor parallelism"
+            )
         for axis in _axes(record):
             if axis.size > 1 and not model.contains(axis) and not data.contains(axis):
                 raise ValueError(
@@ -66,12 +81,13 @@ def plan(
     bucket_mb: float,
     groups: Sequence[int] | None = None,
     device: torch.device | None = None,
+    whole: bool = False,
 ) -> tuple[UnitPlan, ...]:
     """The units of this rank's parameters.
 
     ``groups``: for each parameter the number of those that make one unit, however large; ``None``: by size. Tied
     parameters make one on each stage that has some of them, whatever their modules are. ``device``: where parameters on
-    the meta device will be.
+    the meta device will be. ``whole``: no parameter is cut.
     """
     runs = memory_runs(parameters, names)
     members = []
@@ -82,7 +98,7 @@ def plan(
         group = 0 if groups is None or key.tied is not None else groups[index]
         members.append(Member(index, tuple(parameter.shape), key, known_name(name), group, run))
     bucket_bytes = max(1, int(bucket_mb * 2**20)) if groups is None else sys.maxsize
-    return plan_units(members, shards=shards, bucket_bytes=bucket_bytes)
+    return plan_units(members, shards=shards, bucket_bytes=bucket_bytes, whole=whole)
 
 
 def unit_key(parameter: Tensor, data: Axis) -> UnitKey:
@@ -144,4 +160,4 @@ def _placement(record: Sharding) -> tuple[object, ...]:
 
 def _describe(unit: UnitPlan, names: Sequence[str], *, placed: bool) -> tuple[object, ...]:
     shapes = [(slot.start, slot.shape, names[slot.index] if placed else "") for slot in unit.slots]
-    return str(unit.key.dtype), unit.length, unit.shards, shapes
+    return str(unit.key.dtype), unit.length, unit.shards, unit.cuts, shapes

@@ -52,17 +52,18 @@ from .groups import listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
 from .materialize import Initialize, Materializer
+from .module_units import ModuleUnit, UnitChoice, module_units, unit_numbers
 from .norm import Local, NormRanges, Summary, clip_coefficient, describe_broken
 from .offload import Offload
-from .module_units import ModuleUnit, UnitChoice, module_units, unit_numbers
 from .options import Gathering, Options
 from .precision import Formats, MixedPrecision
 from .presence import agree_on_present, num_missing
+from .probe import check_updates
 from .prototype import element_states
 from .reduce import Reducer
 from .replicas import shard_axis
+from .shards import ShardPiece, build_optimizer, check_kind, fused_by_default
 from .stage3 import GatheredUnits
-from .shards import ShardPiece, build_optimizer, check_elementwise, fused_by_default
 from .trained import TrainedParameters, Unfreezing
 from .unit import Unit
 from .units import UnitPlan
@@ -102,7 +103,10 @@ class ZeroOptimizer(Optimizer):
     :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
     ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any rank.
     ``compression``: how gradients are sent over the data axis, with what is not sent kept for the next step; see
-    :class:`~shardweave.comm.Compression`. Updated parameters travel in full at stages 1 and 2. ``shard``: the part of
+    :class:`~shardweave.comm.Compression`. Updated parameters travel in full at stages 1 and 2. ``ownership``: where shards
+    are cut. ``"element"``: anywhere, for optimizers whose arithmetic for an element needs no other. ``"tensor"``: between
+    parameters, each of which is one rank's and is updated in its shape; for Muon, Adafactor and trust ratios. A class
+    that is not torch's is tried on small tensors, and refused where its parts part from the whole. ``shard``: the part of
     ``data`` that one copy is sharded over (``mesh.shard`` of a mesh with ``replicas``); default: all of it. Parameters
     are then gathered inside a copy, and between copies only sums of shards travel.
 
@@ -131,6 +135,7 @@ class ZeroOptimizer(Optimizer):
         reduction: str = "mean",
         loss_scale: LossScale | None = None,
         compression: Compression | None = None,
+        ownership: str = "element",
         shard: Axis | None = None,
         module: nn.Module | Sequence[nn.Module] | None = None,
         units: UnitChoice | None = None,
@@ -152,6 +157,7 @@ class ZeroOptimizer(Optimizer):
             reduction=reduction,
             loss_scale=loss_scale,
             compression=compression,
+            ownership=ownership,
             gathering=Gathering(
                 prefetch=prefetch,
                 max_live_parameters=max_live_parameters,
@@ -167,9 +173,13 @@ class ZeroOptimizer(Optimizer):
         self._parts: list[ModuleUnit] = []
         self._unit_choice, self._initialize = units, initialize
         self._gathered: GatheredUnits | None = None
-        check_elementwise(torch_optimizer)
+        check_kind(torch_optimizer, whole=self._whole)
         self._kind, self._data, self._model = torch_optimizer, data, model or Axis.single()
         self._shard = shard_axis(data, shard)
+        if self._whole and self._shard.size < data.size:
+            raise ValueError(
+                'ownership="tensor" with shard=: what travels between copies are equal parts of units; leave shard out'
+            )
         self._units: tuple[Unit, ...] = ()
         self._consumed: dict[Unit, set[int]] = {}
         self._built = self._closed = False
@@ -345,7 +355,7 @@ class ZeroOptimizer(Optimizer):
             for piece in unit.shard.pieces:
                 part = None
                 if gradient is not None and piece.slot in unit.present:
-                    part = gradient[piece.start : piece.stop]
+                    part = gradient[piece.start : piece.stop].view_as(piece.values)
                     part = part if scale == 1.0 else part.to(unit.formats.masters) / scale
                 yield ShardPiece(
                     name=unit.names[piece.slot],
@@ -355,6 +365,7 @@ class ZeroOptimizer(Optimizer):
                     gradient=part,
                     state=unit.optimizer.state[piece.values],
                     counts=counts_here(piece.parameter, self._model),
+                    whole=self._whole,
                 )
 
     def name_of(self, parameter: Parameter) -> str:
@@ -366,9 +377,9 @@ class ZeroOptimizer(Optimizer):
         """The torch optimizer's states that have one element for each of the parameter's (``exp_avg``, ...), and their
         formats."""
         masters = self._options.precision.resolve(parameter.dtype).masters
-        return element_states(
-            self._make_optimizer, parameter, torch.empty(0, dtype=masters, device=self._device)
-        )
+        shape = tuple(range(2, 2 + parameter.dim())) if self._whole and parameter.dim() else (3,)
+        values = torch.ones(shape, dtype=masters, device=self._device)
+        return element_states(self._make_optimizer, parameter, values)
 
     def residuals(self) -> Iterator[UnitResiduals]:
         """What compressed gradients have not sent yet, unit by unit, in forward order; nothing without compression."""
@@ -497,7 +508,15 @@ class ZeroOptimizer(Optimizer):
     def _build(self, arguments: dict[str, Any]) -> None:
         every = [*self._trained, *self._frozen]
         names = [self._names[id(parameter)] for parameter in every]
-        check_parameters(every, names, self._data, self._model, meta=self.stage == 3)
+        check_parameters(
+            every, names, self._data, self._model, meta=self.stage == 3, whole=self._whole
+        )
+        if every:
+            masters = self._options.precision.resolve(every[0].dtype).masters
+            groups = [group for group in self.param_groups if group["params"]]
+            check_updates(
+                self._kind, groups, arguments, whole=self._whole, device=self._device, dtype=masters
+            )
         self._roster = TrainedParameters(every, names, self._data, self._model)
         self._make_optimizer = functools.partial(build_optimizer, self._kind, self.param_groups, arguments)
         self._records: list[Sharding] = []
@@ -602,6 +621,11 @@ class ZeroOptimizer(Optimizer):
         if self._gathered is not None:
             self._gathered.listen()
         self._reducer.order.expect_trained()
+
+    @property
+    def _whole(self) -> bool:
+        """Whether each parameter is one rank's."""
+        return self._options.ownership == "tensor"
 
     @property
     def _shards_parameters(self) -> bool:
@@ -735,6 +759,7 @@ class ZeroOptimizer(Optimizer):
     def _layout(self) -> dict[str, Any]:
         return {
             "stage_is_sharded": self._options.stage > 0,
+            "ownership": self._options.ownership,
             "data_size": self._data.size,
             "data_rank": self._data.rank,
             "model_size": self._model.size,

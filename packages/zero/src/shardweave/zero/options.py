@@ -56,6 +56,7 @@ class Options:
     loss_scale: LossScale | None
     compression: Compression | None
     gathering: Gathering = Gathering()
+    ownership: str = "element"
 
     def __post_init__(self) -> None:
         if self.stage not in _STAGES or isinstance(self.stage, bool):
@@ -84,6 +85,11 @@ class Options:
             )
         if self.nonfinite not in ("skip", "stop", "ignore"):
             raise ValueError(f"nonfinite={self.nonfinite!r}: choose one of 'skip', 'stop', 'ignore'")
+        if self.ownership not in ("element", "tensor"):
+            raise ValueError(
+                f"ownership={self.ownership!r}: choose 'element', where shards are cut anywhere, or 'tensor', where "
+                "each parameter is one rank's"
+            )
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={self.reduction!r}: choose 'mean' or 'sum'")
         if not (self.loss_scale is None or isinstance(self.loss_scale, LossScale)):

@@ -18,13 +18,13 @@ __all__ = ["element_states"]
 
 
 def element_states(
-    make_optimizer: Callable[[Sequence[Piece]], Optimizer], parameter: nn.Parameter, like: Tensor
+    make_optimizer: Callable[[Sequence[Piece]], Optimizer], parameter: nn.Parameter, values: Tensor
 ) -> dict[str, torch.dtype]:
     """Names and formats of states that have one element for each of ``parameter``'s, under its group's settings.
 
-    ``make_optimizer``: as units are given it. ``like``: of the values' dtype and device.
+    ``make_optimizer``: as units are given it. ``values``: what is updated, of as many dims, of the dtype and on the
+    device of what the parameter's would be.
     """
-    values = torch.ones(3, dtype=like.dtype, device=like.device)
     optimizer = make_optimizer([Piece(slot=0, parameter=parameter, begin=0, start=0, values=values)])
     values.grad = torch.ones_like(values)
     optimizer.step()

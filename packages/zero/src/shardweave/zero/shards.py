@@ -30,13 +30,17 @@ __all__ = [
     "Shard",
     "ShardPiece",
     "build_optimizer",
-    "check_elementwise",
+    "check_kind",
     "fused_by_default",
     "settings",
 ]
 
-# What these compute for one element depends on others (a matrix' rows, a line search over everything).
-_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+# What these compute for one element depends on others of the same parameter.
+_BY_TENSOR = ("Adafactor", "Muon")
+_NOT_SHARDED = {
+    "LBFGS": "searches along a line over all parameters together",
+    "SparseAdam": "needs sparse gradients",
+}
 
 # Measured on the CPU, 5.3 M fp32 elements: AdamW fused 8.4 ms, foreach 29.0 ms, one by one 28.8 ms.
 # Not SGD: torch's fused one fails when a parameter has its first gradient, and so its momentum, later than others.
@@ -58,7 +62,8 @@ class Piece:
     start: int
     """First element of the piece in the shard."""
     values: Tensor
-    """1-D view of the shard's values, which the optimizer updates in place."""
+    """View of the shard's values, which the optimizer updates in place: 1-D, or with ``ownership="tensor"`` in the
+    parameter's shape."""
 
     @property
     def stop(self) -> int:
@@ -78,16 +83,19 @@ class ShardPiece:
     parameter: nn.Parameter
     begin: int
     values: Tensor
-    """1-D, in the masters' format; the memory that the optimizer updates, not a copy."""
+    """1-D, or with ``ownership="tensor"`` in the parameter's shape, in the masters' format; the memory that the
+    optimizer updates, not a copy."""
     gradient: Tensor | None
-    """1-D, in the gradients' format: reduced over all ranks, before clipping, without the loss scale; ``None`` when
-    there is none now. The memory that the step reads; with a loss scale, a quotient in the masters' format, made for
-    whoever looks."""
+    """In the shape of ``values`` and the gradients' format: reduced over all ranks, before clipping, without the loss
+    scale; ``None`` when there is none now. The memory that the step reads; with a loss scale, a quotient in the
+    masters' format, made for whoever looks."""
     state: dict[str, Any]
     """The optimizer's own state of these elements (``exp_avg``, ``step``, ...), not a copy; empty before the
     first step."""
     counts: bool
     """Whether, of the ranks of the model axis that hold these elements, this is the one that counts them."""
+    whole: bool = False
+    """Whether the optimizer sees the whole parameter (``ownership="tensor"``); its states may have any shape then."""
 
 
 class Shard:
@@ -95,11 +103,14 @@ class Shard:
 
     ``position``: this rank's on the data axis; ``None``: the shard is the whole unit (stage 0, or one rank).
     ``values``: in ``formats.masters``; without masters a view of the parameters' buffer itself. With
-    masters build it before the buffer is converted, without them afterwards.
+    masters build it before the buffer is converted, without them afterwards. ``whole``: the optimizer is to see
+    parameters in their shape.
     """
 
-    def __init__(self, flat: FlatParameters, position: int | None, formats: Formats) -> None:
-        self.formats = formats
+    def __init__(
+        self, flat: FlatParameters, position: int | None, formats: Formats, *, whole: bool = False
+    ) -> None:
+        self.formats, self._whole = formats, whole
         self._flat = flat
         start, stop = (0, flat.plan.length) if position is None else flat.plan.shard_range(position)
         self.start, self.stop = start, stop
@@ -127,7 +138,7 @@ class Shard:
             return
         for piece in self.pieces:
             if piece.slot in slots:
-                current = self.published()[piece.start : piece.stop]
+                current = self.published()[piece.start : piece.stop].view_as(piece.values)
                 same = piece.values.to(current.dtype) == current
                 piece.values.copy_(torch.where(same, piece.values, current.to(piece.values.dtype)))
 
@@ -137,6 +148,8 @@ class Shard:
             start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
             if start < stop:
                 values = self.values[start - self.start : stop - self.start].detach()
+                if self._whole:
+                    values = values.view(slot.shape or (1,))
                 parameter = self._flat.parameters[number]
                 pieces.append(Piece(number, parameter, start - slot.start, start - self.start, values))
         return pieces
@@ -162,16 +175,25 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def check_elementwise(kind: type[Optimizer]) -> None:
-    """Raises for what cannot work on a shard."""
+def check_kind(kind: type[Optimizer], *, whole: bool) -> None:
+    """Raises for what cannot work on a shard. ``whole``: the shard has whole tensors."""
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ValueError(
             f"{kind!r} is not a torch.optim.Optimizer class; pass the class, e.g. torch.optim.AdamW"
         )
-    if kind.__name__ in _NOT_ELEMENTWISE and kind.__module__.startswith("torch.optim"):
+    name = kind.__name__
+    if not kind.__module__.startswith("torch.optim") or name not in (*_BY_TENSOR, *_NOT_SHARDED):
+        return
+    if name in _NOT_SHARDED:
         raise ValueError(
-            f"torch.optim.{kind.__name__} looks at more than one element at a time and cannot update a shard; use "
-            f"an elementwise optimizer such as torch.optim.AdamW"
+            f"torch.optim.{name} {_NOT_SHARDED[name]} and cannot be sharded; use an elementwise optimizer such as "
+            f"torch.optim.AdamW"
+        )
+    if not whole:
+        raise ValueError(
+            f"torch.optim.{name} looks at more than one element at a time and cannot update a shard; with "
+            f'ownership="tensor" each parameter is one rank\'s, or use an elementwise optimizer such as '
+            f"torch.optim.AdamW"
         )
 
 

@@ -74,7 +74,8 @@ class Unit:
         self.sharded = options.stage > 0 and shard_axis.size > 1
         if not formats.has_masters:
             flat.settle(formats.parameters)  # the shard is then a part of the converted buffer
-        self.shard = Shard(flat, shard_axis.rank if self.sharded else None, formats)
+        position = shard_axis.rank if self.sharded else None
+        self.shard = Shard(flat, position, formats, whole=options.ownership == "tensor")
         flat.settle(formats.parameters)
         self._axis, self._shard_axis, self._op = axis, shard_axis, options.reduction
         self._frees = options.stage >= 2
@@ -132,7 +133,8 @@ class Unit:
         if not self.sharded:
             return buffer, start_all_reduce(wire, self._axis, self._op)
         if self._shard_axis == self._axis:
-            return buffer, start_reduce_scatter(wire, self._axis, out=self._out(buffer), op=self._op)
+            out = self._out(buffer)
+            return buffer, start_reduce_scatter(wire, self._axis, sizes=self.plan.sizes, out=out, op=self._op)
         return buffer, start_reduce_to_shard(wire, self._axis, out=self._out(buffer), op=self._op)
 
     def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
@@ -194,7 +196,7 @@ class Unit:
             own.update(settings(users))
         for piece in self.shard.pieces:
             if piece.slot in self.present and piece.parameter.requires_grad:
-                piece.values.grad = gradient[piece.start : piece.stop]
+                piece.values.grad = gradient[piece.start : piece.stop].view_as(piece.values)
         self.optimizer.step()
         for piece in self.shard.pieces:
             piece.values.grad = None
@@ -204,7 +206,8 @@ class Unit:
         self.shard.publish()
         if not self.sharded or not self.plan.length or isinstance(self.flat, GatheredParameters):
             return None  # at stage 3 whoever uses them gathers them
-        return start_all_gather(self.shard.published(), self._shard_axis, out=self.flat.buffer)
+        mine, sizes = self.shard.published(), self.plan.sizes
+        return start_all_gather(mine, self._shard_axis, sizes=sizes, out=self.flat.buffer)
 
     def _part(self, buffer: Tensor) -> Tensor:
         """This rank's part of a whole buffer."""

@@ -16,10 +16,22 @@ of a fused product) still does; only the unit's end is padded, to a multiple of 
     taken on the shards that the reduction over the data axis leaves, which moves 1/data of the bytes; with
     mixed units the copies would sit at other offsets on each rank, and finished numbers would be added to
     unfinished ones without an error.
+
+[Note: Whole tensors]
+    Some optimizers compute with a parameter's rows or its norm (Muon, Adafactor, trust ratios), which half of it does
+    not tell. For them a parameter, or a run of them, is one rank's as a whole: in each unit the parameters are sorted
+    by owner, and the unit is cut between them::
+
+        unit     [ a.weight              | b.bias | b.weight        | a.bias ]
+        shards   [ data rank 0           | data rank 1     | data rank 2      ]
+
+    The largest goes first, to the rank that has least so far over all units. So ranks hold about equal parts of the
+    model, if not of each unit, and nothing is padded; parts of reductions and gathers are uneven.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -80,8 +92,10 @@ class UnitPlan:
     key: UnitKey
     slots: tuple[Slot, ...]
     length: int
-    """Elements, padding included: a multiple of ``shards``."""
+    """Elements, padding included: a multiple of ``shards``, unless there are ``cuts``."""
     shards: int
+    cuts: tuple[int, ...] | None = None
+    """Where the shards begin, and where the last one ends, when no parameter may be cut. See [Note: Whole tensors]."""
 
     @property
     def numel(self) -> int:
@@ -101,39 +115,52 @@ class UnitPlan:
         return self.length - self.numel
 
     @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Elements of each shard; ``None``: equal parts."""
+        return None if self.cuts is None else tuple(b - a for a, b in itertools.pairwise(self.cuts))
+
+    @property
     def first_index(self) -> int:
         """The registration number of its earliest parameter, the last one whose gradient arrives."""
         return min(slot.index for slot in self.slots)
 
     def shard_range(self, position: int) -> tuple[int, int]:
         """Start and end, in the unit, of the shard of one position on the data axis."""
+        if self.cuts is not None:
+            return self.cuts[position], self.cuts[position + 1]
         size = self.length // self.shards
         return position * size, (position + 1) * size
 
 
-def plan_units(members: Sequence[Member], *, shards: int, bucket_bytes: int) -> tuple[UnitPlan, ...]:
+def plan_units(
+    members: Sequence[Member], *, shards: int, bucket_bytes: int, whole: bool = False
+) -> tuple[UnitPlan, ...]:
     """Lays the members out in units of at most ``bucket_bytes``, in order of their first parameter.
 
     A parameter (or a run of parameters that has to stay together) larger than that is a unit of its own.
-    ``shards``: the number of equal parts each unit is cut into.
+    ``shards``: the number of equal parts each unit is cut into. ``whole``: no parameter is cut, see
+    [Note: Whole tensors].
     """
     streams: dict[tuple[UnitKey, int], list[Member]] = {}
     for member in members:
         streams.setdefault((member.key, member.group), []).append(member)
-    units: list[UnitPlan] = []
+    units: list[list[_Run]] = []
     for (key, _), stream in streams.items():
         if key.tied is not None and all(member.name for member in stream):
             # The copies may be registered in another order on the other stages; their names are the same.
             stream.sort(key=lambda member: member.name)
         capacity = bucket_bytes // key.dtype.itemsize
-        current: list[Member] = []
+        current: list[_Run] = []
         for run in _runs(stream):
-            if current and _total(current) + _total(run) > capacity:
-                units.append(_lay_out(current, shards))
+            if current and sum(map(_total, current)) + _total(run) > capacity:
+                units.append(current)
                 current = []
-            current += run
-        units.append(_lay_out(current, shards))
-    return tuple(sorted(units, key=lambda unit: unit.first_index))
+            current.append(run)
+        units.append(current)
+    plans = (
+        _lay_out_whole(units, shards) if whole and shards > 1 else [_lay_out(unit, shards) for unit in units]
+    )
+    return tuple(sorted(plans, key=lambda unit: unit.first_index))
 
 
 def partial_axes(plans: Iterable[UnitPlan | Member]) -> list[Axis]:
@@ -145,7 +172,11 @@ def partial_axes(plans: Iterable[UnitPlan | Member]) -> list[Axis]:
     return sorted(axes, key=lambda axis: (axis.name, axis.ranks))
 
 
-def _runs(stream: Sequence[Member]) -> list[list[Member]]:
+_Run = list[Member]
+"""Members that stay together, in the order of their places."""
+
+
+def _runs(stream: Sequence[Member]) -> list[_Run]:
     """The stream cut into pieces that must not be cut further, each at the place of its first member."""
     runs: dict[tuple[str, int], list[Member]] = {}
     for member in stream:
@@ -158,10 +189,48 @@ def _total(members: Sequence[Member]) -> int:
     return sum(member.numel for member in members)
 
 
-def _lay_out(members: Sequence[Member], shards: int) -> UnitPlan:
+def _lay_out(runs: Iterable[_Run], shards: int, cuts: tuple[int, ...] | None = None) -> UnitPlan:
     slots: list[Slot] = []
     end = 0
+    members = list(itertools.chain.from_iterable(runs))
     for member in members:
         slots.append(Slot(member.index, end, end + member.numel, member.shape))
         end += member.numel
-    return UnitPlan(members[0].key, tuple(slots), -(-end // shards) * shards, shards)
+    length = end if cuts else -(-end // shards) * shards
+    return UnitPlan(members[0].key, tuple(slots), length, shards, cuts)
+
+
+def _lay_out_whole(units: Sequence[Sequence[_Run]], shards: int) -> list[UnitPlan]:
+    """Units with their runs sorted by owner. See [Note: Whole tensors]."""
+    owners = _owners(units, shards)
+    plans = []
+    for unit, of_unit in zip(units, owners, strict=True):
+        owned = [
+            [run for run, owner in zip(unit, of_unit, strict=True) if owner == rank] for rank in range(shards)
+        ]
+        sizes = [sum(map(_total, runs)) for runs in owned]
+        cuts = tuple(itertools.accumulate(sizes, initial=0))
+        plans.append(_lay_out(itertools.chain.from_iterable(owned), shards, cuts))
+    return plans
+
+
+def _owners(units: Sequence[Sequence[_Run]], shards: int) -> list[list[int]]:
+    """The owner of each run: the largest run goes first, to the rank that has least.
+
+    Copies of a unit on other ranks of the model have other units beside them, and the same owners all the same: theirs
+    are found for each unit by itself.
+    """
+    owners = [[0] * len(unit) for unit in units]
+    loads = [0] * shards
+    everywhere = [number for number, unit in enumerate(units) if not unit[0][0].key.partial]
+    copied = [number for number, unit in enumerate(units) if unit[0][0].key.partial]
+    for chosen in (*([number] for number in copied), everywhere):
+        counted = loads if chosen is everywhere else [0] * shards
+        places = [(number, place) for number in chosen for place in range(len(units[number]))]
+        for number, place in sorted(places, key=lambda at: (-_total(units[at[0]][at[1]]), at)):
+            owner = min(range(shards), key=lambda rank: (counted[rank], rank))
+            owners[number][place] = owner
+            counted[owner] += _total(units[number][place])
+        if chosen is not everywhere:
+            loads = [a + b for a, b in zip(loads, counted, strict=True)]
+    return owners

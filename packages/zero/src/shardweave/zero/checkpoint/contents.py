@@ -68,6 +68,8 @@ def contents_of(optimizer: ZeroOptimizer) -> Contents:
         for key, value in piece.state.items():
             if isinstance(value, Tensor) and value.shape == piece.values.shape and value.dim():
                 found.tensors[f"{key}/{piece.name}"] = placed_state(piece, value)
+            elif isinstance(value, Tensor) and value.dim() and piece.whole:
+                found.tensors[f"{key}/{piece.name}"] = Placed.whole(value, writes=piece.counts)
             else:
                 _add_scalar(found, piece, key, value)
     for name, parameter in optimizer.frozen().items():
@@ -93,13 +95,13 @@ def placed_values(piece: ShardPiece) -> Placed:
 
 
 def placed_state(piece: ShardPiece, flat: Tensor) -> Placed:
-    """A state with one element for each of the piece's. ``flat``: 1-D, the piece's length.
+    """A state with one element for each of the piece's. ``flat``: contiguous, as many elements as the piece.
 
     Ranks of the model axis that hold copies may have cut them elsewhere (their units are others), so only the one that
     counts writes; over the data axis the cuts are the same or apart.
     """
     shape = sharding_of(piece.parameter).shape
-    return Placed.piece(shape, piece.parameter, piece.begin, flat, writes=piece.counts)
+    return Placed.piece(shape, piece.parameter, piece.begin, flat.view(-1), writes=piece.counts)
 
 
 def merge_scalars(of_ranks: Iterable[Scalars]) -> Scalars:

@@ -18,7 +18,6 @@ A plain torch optimizer loads it: ``load_state_dict`` by the order of its parame
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -159,7 +158,7 @@ def _take_stock(piece: ShardPiece, found: dict[str, Any]) -> None:
         if value.shape == piece.values.shape:
             local, begin = tuple(piece.parameter.shape), piece.begin
             entry = _Entry(piece.name, state, dtype, full, local, origin, begin, value.numel())
-        elif piece.values.numel() == math.prod(full):  # it is there only once, whole
+        elif piece.whole:
             shape = tuple(value.shape)
             entry = _Entry(piece.name, state, dtype, shape, shape, (0,) * value.dim(), 0, value.numel())
         else:

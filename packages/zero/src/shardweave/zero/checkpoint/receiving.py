@@ -10,7 +10,7 @@ import torch
 from ..optimizer import ZeroOptimizer
 from ..shards import ShardPiece
 from .contents import placed_frozen, placed_state, placed_values
-from .manifest import Group, Manifest
+from .manifest import Group, Manifest, TensorEntry
 from .placed import Placed
 from .residuals import PREFIX as RESIDUAL
 from .restoring import give_settings, give_states
@@ -53,17 +53,26 @@ class Request:
         """Wants these if they are there."""
         self.add({name: placed for name, placed in tensors.items() if name in self._manifest.tensors})
 
-    def add_piece(self, piece: ShardPiece, states: Mapping[str, str]) -> None:
-        """Wants a parameter's elements, and memory of their own for its states. ``states``: name -> dtype."""
-        self.add({piece.name: placed_values(piece)})
+    def add_piece(self, piece: ShardPiece, states: Mapping[str, TensorEntry]) -> None:
+        """Wants a parameter's elements, and memory of their own for its states, which are by name."""
+        values = placed_values(piece)
+        self.add({piece.name: values})
         arrived: dict[str, Any] = {}
-        for key, dtype in states.items():
-            flat = torch.empty(piece.values.shape, dtype=getattr(torch, dtype), device=piece.values.device)
-            self.add({f"{key}/{piece.name}": placed_state(piece, flat)})
-            arrived[key] = flat
-        for key, values in self._manifest.scalars.items():
-            if piece.name in values:
-                arrived[key] = decoded(values[piece.name])
+        for key, entry in states.items():
+            own = entry.shape != values.shape  # a row's statistics, say
+            if own and not piece.whole:
+                self.problems.append(
+                    f"{key} of {piece.name} is {entry.shape} there, and the optimizer here sees parts of parameters; "
+                    'build it with ownership="tensor"'
+                )
+                continue
+            shape = entry.shape if own else piece.values.shape
+            memory = torch.empty(shape, dtype=getattr(torch, entry.dtype), device=piece.values.device)
+            self.add({f"{key}/{piece.name}": Placed.whole(memory) if own else placed_state(piece, memory)})
+            arrived[key] = memory
+        for key, numbers in self._manifest.scalars.items():
+            if piece.name in numbers:
+                arrived[key] = decoded(numbers[piece.name])
         self._states.append((piece, arrived))
 
     def without_state(self) -> None:
@@ -122,11 +131,11 @@ def saved_settings(
     return [one for place, one in enumerate(saved) if one not in saved[:place]]
 
 
-def _states_by_parameter(manifest: Manifest) -> dict[str, dict[str, str]]:
-    """Parameter -> its states with one element for each of its own -> their dtype."""
-    found: dict[str, dict[str, str]] = {}
+def _states_by_parameter(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
+    """Parameter -> its states with elements."""
+    found: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in manifest.tensors.items():
         key, slash, parameter = name.partition("/")
         if slash and key not in ("extra", "random", RESIDUAL):
-            found.setdefault(parameter, {})[key] = entry.dtype
+            found.setdefault(parameter, {})[key] = entry
     return found

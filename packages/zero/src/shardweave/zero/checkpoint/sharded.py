@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from shardweave.comm import sharding_of
-
 from ..optimizer import ZeroOptimizer
 from ..shards import ShardPiece, settings
 from .contents import check_names, placed_state
@@ -150,7 +148,7 @@ def _spread(piece: ShardPiece, key: str, value: Any) -> Any:
         return value
     if value.shape == piece.values.shape:
         return PlacedTensor(placed_state(piece, value), value)
-    if piece.values.numel() < piece.parameter.numel() or _full_shape(piece) != piece.parameter.shape:
+    if not piece.whole:
         raise ValueError(
             f"state {key!r} of parameter {piece.name} is a tensor of shape {tuple(value.shape)}: neither one number "
             "nor one for each element, of a parameter that is spread over ranks"
@@ -170,7 +168,3 @@ def _grouped(entries: Mapping[str, Any], start: str) -> dict[str, dict[str, Any]
             parameter, _, key = name.removeprefix(start).rpartition(".")
             found.setdefault(parameter, {})[key] = entry
     return found
-
-
-def _full_shape(piece: ShardPiece) -> torch.Size:
-    return torch.Size(sharding_of(piece.parameter).shape)
