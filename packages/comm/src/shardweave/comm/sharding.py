@@ -17,6 +17,7 @@ What an axis can mean to a parameter::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,7 +88,13 @@ def set_sharding(parameter: Tensor, sharding: Sharding) -> None:
 def sharding_of(parameter: Tensor) -> Sharding:
     """The parameter's record; without one: replicated everywhere, in its own shape, unnamed."""
     record: Any = getattr(parameter, _ATTRIBUTE, None)
-    return record if isinstance(record, Sharding) else Sharding("", tuple(parameter.shape))
+    return record if isinstance(record, Sharding) else _unrecorded(tuple(parameter.shape))
+
+
+@functools.cache
+def _unrecorded(shape: tuple[int, ...]) -> Sharding:
+    """One for each shape, so that who compares records with earlier ones sees at a glance that nothing changed."""
+    return Sharding("", shape)
 
 
 def name_parameters(module: nn.Module, prefix: str = "") -> None:

@@ -21,7 +21,7 @@ __all__ = ["FlatLayout", "default_bucket_bytes", "flat_layout", "plan_buckets"]
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where tensors lie in a flat buffer of ``length`` elements; what is behind the last one is padding."""
+    """Where tensors lie in a flat buffer of ``length`` elements: without gaps; what is behind the last is padding."""
 
     starts: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -34,10 +34,8 @@ class FlatLayout:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """A buffer of this length, seen tensor by tensor, in their shapes."""
-        return [
-            buffer[start : start + prod(shape)].view(shape)
-            for start, shape in zip(self.starts, self.shapes, strict=True)
-        ]
+        parts = buffer[: self.numel].split([prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def flat_layout(shapes: Sequence[Sequence[int]]) -> FlatLayout:

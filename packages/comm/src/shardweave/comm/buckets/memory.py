@@ -8,6 +8,9 @@
     ``Tensor.grad_dtype = None`` lets that view be wider than the parameter: bf16 contributions are added
     to a float32 sum.
 
+    A call from Python costs as much as thousands of elements. So small gradients that are final stay where autograd put
+    them until the bucket is handed over, which is soon, and are copied with one call for all of them.
+
 [Note: Who owns .grad]
     Between arrival and launch ``.grad`` is a view of the buffer: it can be read and changed. With the launch of
     the reduction the gradient is its owner's, and ``.grad`` reads ``None``; what arrives later starts
@@ -17,6 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +28,16 @@ from torch import Tensor, nn
 from .layout import FlatLayout
 
 __all__ = ["BucketMemory"]
+
+_SMALL = 1 << 12
+"""Elements up to which a gradient is small. See [Note: Copy once, then accumulate in place]."""
+
+
+class _Opened(NamedTuple):
+    """A buffer and the gradients' places in it."""
+
+    buffer: Tensor
+    views: list[Tensor]
 
 
 class BucketMemory:
@@ -49,10 +63,15 @@ class BucketMemory:
         self._dtype, self._device = dtype, device
         self._keep, self._reopened = keep, reopened
         self._buffer: Tensor | None = None
-        self._spare: Tensor | None = None
         self._views: list[Tensor] = []
+        self._lent: _Opened | None = None
+        """The last buffer that was handed over, if it is kept: making views anew takes its time."""
+        self._spare: _Opened | None = None
+        self._small = [
+            parameter.numel() <= _SMALL and parameter.dtype == dtype for parameter in self.parameters
+        ]
         self.arrived: set[int] = set()
-        """Slots to which the buffer holds a contribution."""
+        """Slots with a contribution, in the buffer or small and on its way there."""
 
     @property
     def filled(self) -> set[int]:
@@ -64,34 +83,50 @@ class BucketMemory:
         """Whether there is a gradient here that was not handed over yet."""
         return bool(self.arrived) or any(parameter.grad is not None for parameter in self.parameters)
 
-    def adopt(self, slot: int) -> None:
-        """Moves the parameter's ``.grad`` into the buffer, unless it is there already."""
+    def adopt(self, slot: int, *, final: bool = False) -> None:
+        """Moves the parameter's ``.grad`` into the buffer, unless it is there already.
+
+        ``final``: :meth:`take` follows before more is added to it; then that may as well do it.
+        """
         parameter = self.parameters[slot]
         grad = parameter.grad
         if grad is None:
             self.arrived.discard(slot)
             return
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient ({grad.layout}); flat "
+                f"buffers hold dense ones: build its layer with sparse=False"
+            )
+        self.arrived.add(slot)
+        if final and self._small[slot]:
+            return
         view = self._open()[slot]
         if grad is not view:
-            if grad.layout != torch.strided:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient ({grad.layout}); flat "
-                    f"buffers hold dense ones: build its layer with sparse=False"
-                )
             view.copy_(grad.detach())
             parameter.grad = view
-        self.arrived.add(slot)
 
     def take(self) -> Tensor:
         """Hands the whole buffer over: zeros where nothing arrived; every ``.grad`` is ``None`` afterwards."""
         views = self._open()
-        for slot, parameter in enumerate(self.parameters):
-            self.adopt(slot)
-            if slot not in self.arrived:
-                views[slot].zero_()
+        missing, places, apart = [], [], []
+        for parameter, view in zip(self.parameters, views, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                missing.append(view)
+                continue
+            if grad is not view:
+                places.append(view)
+                apart.append(grad.detach())
             parameter.grad = None
+        if missing:
+            torch._foreach_zero_(missing)
+        if apart:
+            torch._foreach_copy_(places, apart)
         buffer = self._buffer
         assert buffer is not None
+        if self._keep:
+            self._lent = _Opened(buffer, views)
         self._buffer, self._views = None, []
         self.arrived.clear()
         return buffer
@@ -102,14 +137,15 @@ class BucketMemory:
         It is the open buffer from then on: the next gradients go to the same places, whether or not somebody
         forgets these before.
         """
-        self._buffer, self._views = buffer, self.layout.views(buffer)
+        self._buffer, self._views = self._opened(buffer)
         for parameter, view, is_there in zip(self.parameters, self._views, present, strict=True):
             parameter.grad = view if is_there else None
 
     def give_back(self, buffer: Tensor) -> None:
         """The buffer is not read any more."""
         if self._keep and self._spare is None:
-            self._spare = buffer
+            self._spare = self._opened(buffer)
+        self._lent = None
 
     def clear(self) -> None:
         """Forgets what arrived."""
@@ -117,16 +153,25 @@ class BucketMemory:
             parameter.grad = None
         self.arrived.clear()
         if self._buffer is not None:
+            self._lent = _Opened(self._buffer, self._views)
             self.give_back(self._buffer)
         self._buffer, self._views = None, []
 
     def _open(self) -> list[Tensor]:
         if self._buffer is None:
-            self._buffer, self._spare = self._spare, None
-            if self._buffer is None:
-                self._buffer = torch.empty(self.layout.length, dtype=self._dtype, device=self._device)
-                self._buffer[self.layout.numel :].zero_()
-            elif self._reopened is not None:
-                self._reopened(self._buffer)
-            self._views = self.layout.views(self._buffer)
+            spare, self._spare = self._spare, None
+            if spare is None:
+                buffer = torch.empty(self.layout.length, dtype=self._dtype, device=self._device)
+                buffer[self.layout.numel :].zero_()
+                self._buffer, self._views = buffer, self.layout.views(buffer)
+            else:
+                if self._reopened is not None:
+                    self._reopened(spare.buffer)
+                self._buffer, self._views = spare
         return self._views
+
+    def _opened(self, buffer: Tensor) -> _Opened:
+        lent, self._lent = self._lent, None
+        return (
+            lent if lent is not None and lent.buffer is buffer else _Opened(buffer, self.layout.views(buffer))
+        )

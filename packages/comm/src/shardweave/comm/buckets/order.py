@@ -150,19 +150,27 @@ class OrderedReduction:
         """Buckets with gradients that the last :meth:`finish` did not include. See [Note: Late gradients]."""
         return sum(bucket.local.waiting for bucket in self._order)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether reductions were launched whose results nobody has taken yet."""
+        return bool(self._in_flight)
+
     def arrived(self, number: int, slot: int, parameter: Tensor) -> None:
         """Autograd, or a deferred weight-gradient, has added something to ``parameter.grad``."""
-        self._order[number].local.adopt(slot)
+        local = self._order[number].local
         if self._alone:
-            return  # nothing travels, and until the step everyone can look at .grad
-        if gradient_work(parameter).final or (self._eager and self._accumulating):
+            local.adopt(slot)  # nothing travels, and until the step everyone can look at .grad
+        elif gradient_work(parameter).final or (self._eager and self._accumulating):
+            local.adopt(slot, final=True)
             self._touched = True
-            self._ready[number].add(slot)
-            if self._early:
+            ready = self._ready[number]
+            ready.add(slot)
+            if self._early and number == self._next and len(ready) >= self._expected[number]:
                 self._advance()
             self._watch_backward()
-        elif self._eager and not self._accumulating:
-            self.held_whole = True
+        else:
+            local.adopt(slot)
+            self.held_whole |= self._eager and not self._accumulating
 
     def _advance(self) -> None:
         while self._next < len(self._order):
