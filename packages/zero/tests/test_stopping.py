@@ -17,7 +17,8 @@ from shardweave.comm.testing import RankError, run_ranks
 STEPS = 3
 BAD_STEP, BAD_RANK = 2, 1
 """The second step; a rank of the world."""
-SIZES: tuple[dict[str, int], ...] = ({"dp": 2}, {"dp": 4}, {"dp": 2, "pp": 2})
+SIZES: dict[int, tuple[dict[str, int], ...]] = {2: ({"dp": 2},), 4: ({"dp": 4}, {"dp": 2, "pp": 2})}
+"""Meshes by number of ranks."""
 
 
 def loss_here(net: nn.Module, mesh: Mesh, step: int) -> Tensor:
@@ -87,24 +88,22 @@ def stop(sizes: dict[str, int], stage: int) -> str:
     return "nothing"
 
 
-def stop_at_every_stage(sizes: dict[str, int]) -> list[str]:
-    return [stop(sizes, stage) for stage in STAGES]
+def skip_and_stop(ranks: int) -> list[str]:
+    """All meshes of these ranks at every stage; what was said when they stopped."""
+    for sizes in SIZES[ranks]:
+        skip(sizes)
+    return [stop(sizes, stage) for sizes in SIZES[ranks] for stage in STAGES]
 
 
 def stop_for_good(sizes: dict[str, int], stage: int) -> None:
     raise FloatingPointError(stop(sizes, stage))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_b055_all_ranks_skip(sizes: dict[str, int]) -> None:
-    run_ranks(skip, math.prod(sizes.values()), sizes)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_b055_all_ranks_stop_and_say_why(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("ranks", SIZES)
+def test_b055_all_ranks_skip_or_all_stop_and_say_why(ranks: int) -> None:
     """The same words everywhere: the step, a parameter, and the rank whose loss it was."""
-    told = run_ranks(stop_at_every_stage, math.prod(sizes.values()), sizes)
-    assert told == [told[0]] * len(told)
+    told = run_ranks(skip_and_stop, ranks, ranks)
+    assert told == [told[0]] * ranks
     for text in told[0]:
         assert text.startswith("step 2: the gradient of ")
         assert text.endswith(" is nan at element 0 (from rank 1); no parameter was changed")
@@ -120,24 +119,18 @@ def test_b055_the_job_ends_soon_and_badly() -> None:
     assert "then rank" in str(caught.value), "the other one failed likewise"
 
 
-def sums(stage: int) -> str:
-    """Each rank's gradient is finite, and their sum is not."""
-    mesh = Mesh(dp=2)
-    weight = nn.Linear(3, 1, bias=False)
-    optimizer = make_optimizer(
-        weight, torch.optim.SGD, stage=stage, data=mesh.data, lr=1.0, reduction="sum", nonfinite="stop"
-    )
-    (weight.weight.sum() * 3e38).backward()
-    with pytest.raises(FloatingPointError) as caught:
-        optimizer.step()
-    return str(caught.value)
-
-
-def sums_at_every_stage() -> list[str]:
-    return [sums(stage) for stage in STAGES]
-
-
+@pytest.mark.ranks(2)
 def test_a_sum_that_overflows_came_from_no_rank() -> None:
-    for told in run_ranks(sums_at_every_stage, 2):
-        assert told == ["step 1: the gradient of weight is inf at element 0 (in the sum over the ranks); no parameter "
-                        "was changed"] * len(STAGES)  # fmt: skip
+    """Each rank's gradient is finite, and their sum is not."""
+    axis = Mesh(dp=2).data
+    for stage in STAGES:
+        net = nn.Linear(3, 1, bias=False)
+        optimizer = make_optimizer(
+            net, torch.optim.SGD, stage=stage, data=axis, lr=1.0, reduction="sum", nonfinite="stop"
+        )
+        (net.weight.sum() * 3e38).backward()
+        told = (
+            r"step 1: the gradient of weight is inf at element 0 \(in the sum over the ranks\); no parameter"
+        )
+        with pytest.raises(FloatingPointError, match=told):
+            optimizer.step()
