@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.nets import STAGES, assert_equal, batch, loss_of, make_optimizer, model, one_process
+from packages.zero.tests.nets import (
+    STAGES,
+    Net,
+    assert_equal,
+    batch,
+    loss_of,
+    make_optimizer,
+    model,
+    one_process,
+)
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
@@ -433,9 +442,58 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
 
 def test_no_groups_after_building() -> None:
     net = model()
-    optimizer = ZeroOptimizer([net.scale], torch.optim.SGD, data=Axis.single(), lr=0.1)
-    with pytest.raises(ValueError, match="give all groups when building"):
-        optimizer.add_param_group({"params": [net.last.weight]})
+    named = ZeroOptimizer([net.scale], torch.optim.SGD, data=Axis.single(), module=net, lr=0.1)
+    without = ZeroOptimizer([net.shared.bias], torch.optim.SGD, data=Axis.single(), lr=0.1)
+    for optimizer, params, message in (
+        (named, [net.last.weight, net.first.bias], r"\(last.weight, first.bias\)"),
+        (without, net.last.weight, r"\(one of shape \(3, 7\)\)"),
+        (without, iter([("own", net.last.weight)]), r"\(own\)"),
+    ):
+        with pytest.raises(ValueError, match=f"further parameters {message}; give all groups when building"):
+            optimizer.add_param_group({"params": params})
+
+
+def test_parameters_that_nobody_would_train_are_refused_by_name() -> None:
+    """Added, replaced or unfrozen after building; what was left out on purpose, or is another's, is not."""
+
+    def start() -> tuple[Net, ZeroOptimizer, ZeroOptimizer]:
+        net = model()
+        net.shared.bias.requires_grad_(False)
+        mine = [net.first.weight, net.first.bias]
+        optimizer = ZeroOptimizer(mine, torch.optim.SGD, data=Axis.single(), module=net, lr=0.1)
+        other = ZeroOptimizer([net.last.weight], torch.optim.SGD, data=Axis.single(), lr=0.1)
+        loss_of(net, batch(0, 0)).backward()
+        optimizer.step()  # net.shared.weight and net.scale are somebody else's
+        assert optimizer.name_of(net.first.bias) == "first.bias"
+        return net, optimizer, other
+
+    def added(net: Net) -> None:
+        net.first.extra = nn.Linear(1, 1)
+
+    def replaced(net: Net) -> None:
+        net.first.weight = nn.Parameter(torch.ones(7, 5, dtype=torch.float64))
+
+    def unfrozen(net: Net) -> None:
+        net.shared.bias.requires_grad_(True)
+
+    for change, name in (
+        (added, "first.extra.weight"),
+        (replaced, "first.weight"),
+        (unfrozen, "shared.bias"),
+    ):
+        net, optimizer, other = start()
+        change(net)
+        loss_of(net, batch(0, 0)).backward()
+        with pytest.raises(ValueError, match=f"parameter {name} of the module .* would never be trained"):
+            optimizer.step()
+        other.step()
+    net, optimizer, _ = start()
+    net.more = nn.Parameter(torch.ones(1))
+    owner = ZeroOptimizer([net.more], torch.optim.SGD, data=Axis.single(), lr=0.1)
+    optimizer.step()
+    del owner
+    with pytest.raises(ValueError, match="parameter more of the module"):
+        optimizer.step()
 
 
 def test_every_way_to_give_parameters() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import sharding_of
 
-__all__ = ["decay_groups", "is_place", "listed", "parameter_names"]
+__all__ = ["decay_groups", "in_words", "is_place", "listed", "parameter_names"]
 
 
 def listed(params: Iterable[Any]) -> list[Any]:
@@ -64,20 +64,40 @@ def is_place(name: str) -> bool:
     return re.fullmatch(r"group\d+\.\d+", name) is not None
 
 
-def parameter_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def in_words(group: Mapping[str, Any], modules: Sequence[nn.Module]) -> str:
+    """The members of a group that is none of the optimizer's, for a message."""
+    names = _names_in(modules)
+    members = group["params"]
+    found = []
+    for member in [members] if isinstance(members, Tensor) else list(members):
+        own, parameter = member if isinstance(member, tuple) else ("", member)
+        name = sharding_of(parameter).name or own or names.get(id(parameter), "")
+        found.append(name or f"one of shape {tuple(parameter.shape)}")
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+
+
+def parameter_names(groups: Sequence[Mapping[str, Any]], modules: Sequence[nn.Module] = ()) -> dict[int, str]:
     """A unique name for every parameter, by ``id``.
 
-    The sharding record's canonical name; else the one given to the optimizer with the parameter; else its place
-    in the groups (``group0.3``).
+    The sharding record's canonical name; else the one given to the optimizer with the parameter; else its name in the
+    module, if there is one module; else its place in the groups (``group0.3``).
     """
+    in_module = _names_in(modules)
     names: dict[int, str] = {}
     taken: set[str] = set()
     for number, group in enumerate(groups):
         given = group.get("param_names", [""] * len(group["params"]))
         for place, (parameter, own) in enumerate(zip(group["params"], given, strict=True)):
-            name = sharding_of(parameter).name or own
+            name = sharding_of(parameter).name or own or in_module.get(id(parameter), "")
             if not name or name in taken:
                 name = f"group{number}.{place}"
             taken.add(name)
             names[id(parameter)] = name
     return names
+
+
+def _names_in(modules: Sequence[nn.Module]) -> dict[int, str]:
+    """By ``id``; of several modules, a pipeline rank's, none: theirs would be the same on each stage."""
+    if len(modules) != 1:
+        return {}
+    return {id(parameter): name for name, parameter in modules[0].named_parameters()}

@@ -47,8 +47,9 @@ from .compression import (
     local_residuals,
     unit_residuals,
 )
+from .coverage import Coverage
 from .equal import persistent_buffers, start_equal
-from .groups import listed, parameter_names
+from .groups import in_words, listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
 from .materialize import Initialize, Materializer
@@ -98,17 +99,19 @@ class ZeroOptimizer(Optimizer):
     ``nonfinite``: what all ranks do together when any gradient on any rank is infinite or NaN: ``"skip"`` the
     step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere, which names
     the step, a parameter and the ranks it came from (each then looks at its gradients once more, before
-    they are reduced), or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for losses that
-    are already divided by the global count. ``loss_scale``: for float16, see :class:`LossScale`; run ``backward`` on
-    :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
+    they are reduced), or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for
+    losses that are already divided by the global count. ``loss_scale``: for float16, see :class:`LossScale`; run
+    ``backward`` on :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
     ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any rank.
     ``compression``: how gradients are sent over the data axis, with what is not sent kept for the next step; see
-    :class:`~shardweave.comm.Compression`. Updated parameters travel in full at stages 1 and 2. ``ownership``: where shards
-    are cut. ``"element"``: anywhere, for optimizers whose arithmetic for an element needs no other. ``"tensor"``: between
-    parameters, each of which is one rank's and is updated in its shape; for Muon, Adafactor and trust ratios. A class
-    that is not torch's is tried on small tensors, and refused where its parts part from the whole. ``shard``: the part of
-    ``data`` that one copy is sharded over (``mesh.shard`` of a mesh with ``replicas``); default: all of it. Parameters
-    are then gathered inside a copy, and between copies only sums of shards travel.
+    :class:`~shardweave.comm.Compression`. Updated parameters travel in full at stages 1 and 2. ``ownership``: where
+    shards are cut. ``"element"``: anywhere, for optimizers whose arithmetic for an element needs no other.
+    ``"tensor"``: between parameters, each of which is one rank's and is updated in its shape; for Muon, Adafactor and
+    trust ratios. A class that is not torch's is tried on small tensors, and refused where its parts part from the
+    whole. ``shard``: the part of ``data`` that one copy is sharded over (``mesh.shard`` of a mesh with ``replicas``);
+    default: all of it. Parameters are then gathered inside a copy, and between copies only sums of shards travel.
+    ``module``: what the parameters are in. Its persistent buffers then start equal, too, parameters have its names, and
+    ``step`` refuses by name one that was added to it, or unfrozen, and is in no group.
 
     A parameter that had no gradient on any data rank is left out of the step, as torch does with ``.grad is
     None``; if it had one on some ranks, the others count as zero. ``.grad`` is handed over when it is final and
@@ -349,6 +352,7 @@ class ZeroOptimizer(Optimizer):
 
     def pieces(self) -> Iterator[ShardPiece]:
         """What this rank keeps and updates, parameter by parameter, in forward order of the units."""
+        self._take_over_written()
         scale = self.loss_scale
         for unit in self._units:
             gradient = unit.shard.gradient
@@ -392,7 +396,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients on this rank that no :meth:`step` has used yet."""
-        return any(unit.holds_gradients for unit in self._units)
+        return self._reducer.order.under_way or any(unit.holds_gradients for unit in self._units)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -438,6 +442,7 @@ class ZeroOptimizer(Optimizer):
         For checkpoints that are loaded on the same layout. The tensors are copies. Frozen parameters and module
         buffers are the module's, not the optimizer's, and are not in it.
         """
+        self._take_over_written()
         saved = state.capture(self._units, self.param_groups, self._layout())
         saved["steps"] = self.num_steps
         saved["skipped"] = self.skipped
@@ -475,7 +480,8 @@ class ZeroOptimizer(Optimizer):
         """Refused once the optimizer is built: the flat buffers are laid out for the parameters it was given."""
         if self._built:
             raise ValueError(
-                "ZeroOptimizer cannot take further parameters; give all groups when building it, or build a new one"
+                f"ZeroOptimizer cannot take further parameters ({in_words(param_group, self._modules)}); give all "
+                f"groups when building it, or build a new one"
             )
         super().add_param_group(param_group)
 
@@ -491,7 +497,7 @@ class ZeroOptimizer(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self._names = parameter_names(self.param_groups)
+        self._names = parameter_names(self.param_groups, self._modules)
         # Of frozen ones too: a rank that trains nothing still takes part in what the others decide.
         self._device = parameters[0].device if parameters else torch.device("cpu")
         if self._device.type == "meta":
@@ -528,6 +534,7 @@ class ZeroOptimizer(Optimizer):
                 self._units, self._modules, self._parts, self._options.gathering, self._shard
             )
         self._num_groups = self._largest(len(self.param_groups))
+        self._coverage = Coverage(self._modules, every, lambda parameter: _owner(parameter) is not None)
         self._listen()
 
     def _units_of(self, parameters: Sequence[Parameter]) -> tuple[Unit, ...]:
@@ -664,9 +671,16 @@ class ZeroOptimizer(Optimizer):
             raise RuntimeError(
                 "step inside full_parameters(): the parameters there would be the old ones; leave it first"
             )
+        self._coverage.check()
         check_records(self._trained, [self._names[id(p)] for p in self._trained], self._records)
         for unit in self._units:
             unit.flat.check_in_place(unit.names)
+        self._take_over_written()
+
+    @torch.no_grad()
+    def _take_over_written(self) -> None:
+        """What somebody wrote into the module's parameters gets into the values that this rank keeps of them."""
+        for unit in self._units:
             if unit.formats.has_masters or self._gathered is not None:
                 unit.shard.take_over(unit.flat.written())
 
@@ -747,6 +761,8 @@ class ZeroOptimizer(Optimizer):
         self._unfreezing.drop_gradients()
 
     def _publish(self) -> None:
+        for unit in self._units:
+            unit.flat.forget_written()
         pending = [unit.start_all_gather() for unit in self._units]
         for gather in pending:
             if gather is not None:
