@@ -68,16 +68,21 @@ class FlatParameters:
                 found.append(number)
         return found
 
+    def forget_written(self) -> None:
+        """What was written is of no interest: other values take its place."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def mark_updated(self, slots: Iterable[int]) -> None:
         """Counts an update through the buffer as a write to these parameters.
 
         A write through the buffer moves no version of a parameter; without this, a backward pass through values
         from before the update would be computed with those after it instead of raising.
         """
+        slots = list(slots)
+        if slots:
+            torch.autograd.graph.increment_version([self.parameters[slot] for slot in slots])
         for slot in slots:
-            parameter = self.parameters[slot]
-            torch.autograd.graph.increment_version(parameter)
-            self._versions[slot] = parameter._version  # not a foreign one
+            self._versions[slot] = self.parameters[slot]._version  # not a foreign one
 
     def _address(self, parameter: Tensor) -> int:
         """What a parameter's memory is known by."""

@@ -32,6 +32,7 @@ __all__ = [
     "build_optimizer",
     "check_kind",
     "fused_by_default",
+    "scale_gradient",
     "settings",
 ]
 
@@ -129,6 +130,15 @@ class Shard:
         if self.formats.has_masters:
             self.published().copy_(self.values)
 
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """A 1-D tensor of the shard's length, piece by piece, in the shapes of their values."""
+        if not self.pieces:
+            return []
+        parts = list(flat[: self.pieces[-1].stop].split([piece.values.numel() for piece in self.pieces]))
+        if not self._whole:
+            return parts
+        return [part.view_as(piece.values) for part, piece in zip(parts, self.pieces, strict=True)]
+
     def take_over(self, slots: Sequence[int]) -> None:
         """Takes what somebody wrote into parameters over into the masters.
 
@@ -168,6 +178,23 @@ def build_optimizer(
         values = [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
         own_groups.append({**settings(group), "params": values})
     return kind(own_groups, **options)
+
+
+def scale_gradient(optimizer: Optimizer, gradient: Tensor, factor: float) -> None:
+    """Multiplies what the optimizer's next step reads by ``factor``: now, or as it reads it.
+
+    torch's fused implementations divide by a loss scale on the way, which spares a pass over the gradient. They take it
+    in float32, so wider gradients are not theirs to scale.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    able = (
+        fused and getattr(optimizer, "_step_supports_amp_scaling", False) and gradient.dtype == torch.float32
+    )
+    scale = None if factor == 1.0 or not able or not factor else gradient.new_tensor(1 / factor)
+    if able:
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
+    if scale is None and factor != 1.0:
+        gradient.mul_(factor)
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

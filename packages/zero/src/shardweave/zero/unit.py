@@ -45,7 +45,7 @@ from .flat import FlatParameters
 from .gathered import GatheredParameters
 from .options import Options
 from .precision import Formats
-from .shards import Piece, Shard, settings
+from .shards import Piece, Shard, scale_gradient, settings
 from .units import UnitPlan
 
 __all__ = ["Unit"]
@@ -187,16 +187,14 @@ class Unit:
         """
         if self.shard.gradient is None or not self.shard.pieces:
             return
-        gradient = self.shard.gradient.to(
-            self.formats.masters
-        )  # See [Note: Reduced gradients keep their format]
-        if factor != 1.0:
-            gradient.mul_(factor)
         for own, users in zip(self.optimizer.param_groups, groups, strict=True):
             own.update(settings(users))
-        for piece in self.shard.pieces:
+        # See [Note: Reduced gradients keep their format]
+        gradient = self.shard.gradient.to(self.formats.masters)
+        scale_gradient(self.optimizer, gradient, factor)
+        for piece, part in zip(self.shard.pieces, self.shard.parts(gradient), strict=True):
             if piece.slot in self.present and piece.parameter.requires_grad:
-                piece.values.grad = gradient[piece.start : piece.stop].view_as(piece.values)
+                piece.values.grad = part
         self.optimizer.step()
         for piece in self.shard.pieces:
             piece.values.grad = None
