@@ -1,6 +1,6 @@
 """A run saved on any layout goes on from there on any other: the same parameters, moments and next step.
 
-On the same layout it goes on bit for bit. Each group of ranks does everything for its layout, so 81 pairs take a
+On the same layout it goes on bit for bit. Each group of ranks does everything for its layout, so a hundred pairs take a
 minute or two. In float32, where only the tolerance is another, each layout loads every fifth of the others.
 """
 
@@ -33,8 +33,9 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(data=4, stage=0),
     Layout(data=4, stage=1),
     Layout(data=4, stage=2),
+    Layout(data=4, stage=3),
     # Uneven stages: five blocks, an embedding and a head over two.
-    Layout(data=2, tensor=2, pipeline=2, sequence=True, stage=1),
+    Layout(data=2, tensor=2, pipeline=2, sequence=True, stage=3),
 )
 
 # 12 samples a step, for three and for four replicas; fewer KV heads than ranks; a vocabulary that nothing divides.
@@ -158,6 +159,7 @@ SAME: tuple[tuple[Layout, dict[str, Any]], ...] = tuple(
         Layout(data=2, tensor=2, stage=1),
         Layout(data=2, pipeline=2, stage=1),
         Layout(data=2, pipeline=2, schedule="gpipe", stage=2),
+        Layout(data=2, tensor=2, sequence=True, stage=3),
     )
     for precision in ("fp32", "bf16")
 )

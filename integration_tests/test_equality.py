@@ -72,7 +72,7 @@ def test_the_reference_learns() -> None:
 @pytest.mark.timeout(300)
 def test_every_model_family_equals_one_process(family: str) -> None:
     chosen = [
-        Layout(2, 2, 2, True, "1f1b", 2), Layout(1, 4, 2, False, "gpipe", 1), Layout(1, 8, 1, True, "1f1b", 0),
+        Layout(2, 2, 2, True, "1f1b", 3), Layout(1, 4, 2, False, "gpipe", 1), Layout(1, 8, 1, True, "1f1b", 0),
         Layout(1, 1, 8, False, "1f1b", 1), Layout(8, 1, 1, False, "1f1b", 2),
     ]  # fmt: skip
     records = run_ranks(trained, 8, chosen, family, "fp64", timeout=280)[0]

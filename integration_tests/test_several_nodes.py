@@ -29,9 +29,12 @@ from shardweave.launcher.trainer import Record, train_in_process
 RUN: dict[str, Any] = {"run__steps": 5, "model__layers": 3}
 
 CASES: tuple[tuple[Layout, int, dict[str, Any]], ...] = (
-    # Two copies, one on each node: the data axis in two levels; copies that are each on two nodes; without copies.
+    # Two copies, one on each node: the data axis in two levels; copies that are each on two nodes; without copies. At
+    # stage 3, parameters are gathered inside a copy.
     (Layout(data=8, stage=2), 2, {"zero__replicas": 2, "comm__hierarchy": "two-level"}),
     (Layout(data=4, tensor=2, sequence=True, stage=1), 4, {"zero__replicas": 2}),
+    (Layout(data=8, stage=3), 2, {"zero__replicas": 2, "comm__hierarchy": "two-level"}),
+    (Layout(data=4, pipeline=2, stage=3), 4, {"zero__replicas": 2, "zero__keep_gathered": 9000}),
     (Layout(data=4, pipeline=2, stage=2), 4, {"comm__hierarchy": "two-level", "comm__bucket_mb": 0.01}),
 )
 """Layouts of eight ranks, on how many nodes, with what else."""

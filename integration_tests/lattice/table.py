@@ -19,7 +19,7 @@ from typing import Any
 from integration_tests.lattice.covering import Point, Rule, Space
 
 __all__ = [
-    "EXACT", "LINES", "OPTIONS", "RULES", "STEPS", "Option",
+    "EXACT", "LINES", "LIVE", "OPTIONS", "RULES", "STEPS", "Option",
     "layout_options", "num_ranks", "run_options", "settings", "space",
 ]  # fmt: skip
 
@@ -31,6 +31,9 @@ SAMPLES = 24
 
 HEADS = 24
 """Query heads: so many are dealt out over 1, 2, 3, 4 or 8 tensor ranks."""
+
+LIVE = 52_000
+"""Parameters gathered at once, at most: the largest block with an embedding that is the head, and no block more."""
 
 LINES = "lines.jsonl"
 """A corpus of a few samples, in the lattice's folder: its epochs are shorter than a stretch of five steps."""
@@ -76,8 +79,11 @@ OPTIONS: tuple[Option, ...] = (
     _layout("pipeline", "parallel.pipeline", 1, 2, 3, 4, 8),
     _layout("sequence", "parallel.sequence", False, True),
     _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
-    _layout("stage", "zero.stage", 0, 1, 2),
+    _layout("stage", "zero.stage", 0, 1, 2, 3),
     _layout("between", "zero.shard_between_micro_batches", "auto", True, False),
+    _layout("prefetch", "zero.prefetch", "auto", 0, 3),
+    _layout("live", "zero.max_live_parameters", "auto", LIVE),
+    _layout("kept", "zero.keep_gathered", "auto", 30_000),  # a block or two
     _layout(
         "accumulation", None, 1, 2, 3, 4
     ),  # micro-batches of a data rank: `settings` makes batch.micro of it
@@ -140,8 +146,12 @@ def _a_schedule_is_for_stages(schedule: str, pipeline: int) -> bool:
     return pipeline > 1 or schedule == "1f1b"
 
 
-def _gradients_are_sharded_at_stage_two(between: object, stage: int) -> bool:
-    return stage == 2 or between == "auto"
+def _gradients_are_sharded_from_stage_two_on(between: object, stage: int) -> bool:
+    return stage >= 2 or between == "auto"
+
+
+def _parameters_are_gathered_at_stage_three(prefetch: object, live: object, kept: object, stage: int) -> bool:
+    return stage == 3 or {prefetch, live, kept} == {"auto"}
 
 
 def _copies_are_of_shards(replicas: int, data: int, stage: int) -> bool:
@@ -188,7 +198,8 @@ RULES: tuple[Rule, ...] = (
     _at_most_eight_ranks,
     _a_sequence_is_shared_by_tensor_ranks,
     _a_schedule_is_for_stages,
-    _gradients_are_sharded_at_stage_two,
+    _gradients_are_sharded_from_stage_two_on,
+    _parameters_are_gathered_at_stage_three,
     _copies_are_of_shards,
     _nodes_have_equally_many_ranks,
     _levels_are_for_several_nodes,

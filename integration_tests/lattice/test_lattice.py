@@ -33,6 +33,7 @@ from integration_tests.layouts import configured
 from shardweave.launcher import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.gathering import check_gathering
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
 from shardweave.launcher.rules import idle
 from shardweave.launcher.shape import transformer_config
@@ -83,14 +84,16 @@ def test_a_chain_trains_one_run_in_different_layouts() -> None:
 
 def test_checkpoints_go_from_every_stage_to_every_other() -> None:
     steps = {(before["stage"], after["stage"]) for chain in chains() for before, after in pairwise(chain)}
-    assert len(steps) == 9
+    assert len(steps) == 16
 
 
 def test_every_point_is_a_run_that_the_launcher_starts() -> None:
     """Allowed, of at most eight ranks, and with no option that would have no effect."""
     for point, config in zip(points(), configs(), strict=True):
         layout = layout_of(config)
-        check_fit(config, layout, transformer_config(config))
+        shape = transformer_config(config)
+        check_fit(config, layout, shape)
+        check_gathering(config, layout, shape)
         assert batch_plan(config, layout).accumulation == point["accumulation"]
         assert layout.world_size == num_ranks(point) <= 8
         problems = [*unbuilt(config), *idle(config)]

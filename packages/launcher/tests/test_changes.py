@@ -41,6 +41,10 @@ def test_the_longest_path_decides() -> None:
     [
         ("parallel.pipeline=2", 0, 0),
         ("zero.stage=2", 0, 0),
+        ("zero.stage=3", 0, 0),
+        ("zero.prefetch=0", 0, 0),
+        ("zero.max_live_parameters=1000", 0, 0),
+        ("zero.keep_gathered=1000", 0, 0),
         ("run.name=other", 0, 0),
         ("data.source=/elsewhere", 0, 0),
         ("model.layers=5", 1, 0),

@@ -54,6 +54,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path: Path
     for sizes, overrides in (
         ({"dp": 2, "tp": 2}, ["precision=bf16", "zero.stage=2"]),
         ({"dp": 2, "pp": 2}, ["model.dropout=0.1"]),
+        ({"dp": 2, "cp": 1, "pp": 2}, ["precision=bf16", "zero.stage=3", "zero.keep_gathered=1000"]),
         ({"dp": 4}, ["zero.stage=0", "precision=fp64", "optimizer.name=sgd"]),
     ):
         mesh, config = Mesh.of(sizes), _config(*overrides)

@@ -68,6 +68,13 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("parallel.tensor=4", "parallel.sequence=false", "zero.stage=0", "model.kv_heads=2", *LLAMA),
         ("parallel.tensor=4", "model.kv_heads=2", "zero.stage=0", *GPT),
         ("parallel.data=4", "zero.stage=2", "batch.global=16", *GPT),
+        (
+            "parallel.data=2",
+            "parallel.tensor=2",
+            "zero.stage=3",
+            "zero.prefetch=2",
+            "zero.keep_gathered=5000",
+        ),
         ("parallel.pipeline=4", "optimizer.name=sgd", "optimizer.clip=null"),
     ],
     8: [
@@ -75,14 +82,14 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             "parallel.data=2",
             "parallel.tensor=2",
             "parallel.pipeline=2",
-            "zero.stage=2",
+            "zero.stage=3",
             "model.layers=5",
             *GPT,
         ),
         ("parallel.tensor=8", *EIGHT, *LLAMA),
     ],
 }
-"""Ten layouts by their number of ranks, as overrides of the small run."""
+"""Eleven layouts by their number of ranks, as overrides of the small run."""
 
 TWO_BY_TWO = ("parallel.tensor=2", "parallel.pipeline=2")
 REPLICATED = ("parallel.data=2", "parallel.pipeline=2", "zero.stage=2")
