@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from packages.zero.tests.nets import STAGES, make_optimizer
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, Rectangle, name_parameters
@@ -72,18 +74,19 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def of_kind(name: str, options: dict[str, Any], axis: Axis) -> tuple[nn.Module, ZeroOptimizer]:
+def of_kind(
+    name: str, options: dict[str, Any], axis: Axis, stage: int = 1
+) -> tuple[nn.Module, ZeroOptimizer]:
     net = net_of()
-    optimizer = ZeroOptimizer(
-        net.parameters(), getattr(torch.optim, name), data=axis, stage=1, lr=0.01, bucket_mb=2e-4, **options
-    )
+    kind = getattr(torch.optim, name)
+    optimizer = make_optimizer(net, kind, data=axis, stage=stage, lr=0.01, bucket_mb=2e-4, **options)
     return net, optimizer
 
 
 def save_kinds(folder: str) -> None:
     mesh = Mesh(dp=2)
     for number, (name, options) in enumerate(KINDS):
-        net, optimizer = of_kind(name, options, mesh.data)
+        net, optimizer = of_kind(name, options, mesh.data, stage=(1, 3)[number % 2])
         for i in range(3):
             step(net, optimizer, i)
         save_checkpoint(f"{folder}/{number}", optimizer, world=mesh.world)
@@ -127,8 +130,8 @@ def test_another_optimizer_is_refused_and_leaves_its_state_out_when_not_strict(t
 def masters(path: str, stage: int, save: bool) -> dict[str, tuple[str, list[float]]]:
     mesh = Mesh(dp=2)
     net = net_of(torch.float32)
-    optimizer = ZeroOptimizer(
-        net.parameters(),
+    optimizer = make_optimizer(
+        net,
         torch.optim.AdamW,
         data=mesh.data,
         stage=stage,
@@ -154,13 +157,13 @@ def masters(path: str, stage: int, save: bool) -> dict[str, tuple[str, list[floa
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_b104_masters_and_moments_keep_type_and_bits(tmp_path: Path, stage: int) -> None:
     path = str(tmp_path / "c")
     before = run_ranks(masters, 2, path, stage, True)
     assert before[0]["values"] == ("torch.float32", [1 + 2**-12])
     assert run_ranks(masters, 2, path, stage, False) == before
-    assert run_ranks(masters, 2, path, (stage + 1) % 3, False) == before
+    assert run_ranks(masters, 2, path, (stage + 1) % len(STAGES), False) == before
 
 
 def test_another_type_is_refused(tmp_path: Path) -> None:
@@ -249,24 +252,29 @@ def test_b090_gradients_in_the_middle_of_a_step_are_refused(tmp_path: Path) -> N
     save_checkpoint(tmp_path / "c", optimizer, world=Axis.single())
 
 
-def saves_with_one_rank_in_between(path: str) -> str:
+def saves_with_one_rank_in_between(path: str) -> list[str]:
     mesh = Mesh(dp=2)
-    net = net_of()
-    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, data=mesh.data, lr=0.1)
-    with optimizer.accumulate():
-        if mesh.dp.rank == 1:
-            net(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
-    try:
-        save_checkpoint(path, optimizer, world=mesh.world)
-    except ValueError as error:
-        return str(error)
-    return "saved"
+    found = []
+    for stage, bucket_mb in itertools.product(STAGES, (25, 2e-4)):
+        net = net_of()
+        optimizer = make_optimizer(
+            net, torch.optim.SGD, data=mesh.data, stage=stage, lr=0.1, bucket_mb=bucket_mb
+        )
+        with optimizer.accumulate():
+            if mesh.dp.rank == 1 or stage == 3:
+                net(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+        try:
+            save_checkpoint(path, optimizer, world=mesh.world)
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def test_b090_on_all_ranks_when_it_is_one(tmp_path: Path) -> None:
     first, second = run_ranks(saves_with_one_rank_in_between, 2, str(tmp_path / "c"))
     assert first == second
-    assert "there are gradients that no step has used" in first
+    assert len(first) == 2 * len(STAGES)
+    assert all("there are gradients that no step has used" in one for one in first)
 
 
 def test_parameters_need_names_and_states_have_elements_or_none(tmp_path: Path) -> None:
@@ -322,9 +330,9 @@ def rates(path: str, stop: int, total: int) -> list[float]:
 
     def build() -> tuple[nn.Parameter, ZeroOptimizer, torch.optim.lr_scheduler.LambdaLR]:
         parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        optimizer = ZeroOptimizer(
-            [("p", parameter)], torch.optim.SGD, data=mesh.data, lr=1.0, reduction="mean"
-        )
+        optimizer = make_optimizer(
+            nn.ParameterDict({"p": parameter}), torch.optim.SGD, data=mesh.data, stage=3, lr=1.0, reduction="mean"
+        )  # fmt: skip
         return parameter, optimizer, scheduled(optimizer)
 
     parameter, optimizer, scheduler = build()
@@ -359,10 +367,11 @@ def scaler_run(path: str, resume: bool) -> list[tuple[float, int]]:
     def build() -> tuple[nn.Module, ZeroOptimizer]:
         net = net_of(torch.float32)
         scale = LossScale(initial=1024.0, growth_interval=4)
-        return net, ZeroOptimizer(
-            net.parameters(),
+        return net, make_optimizer(
+            net,
             torch.optim.AdamW,
             data=mesh.data,
+            stage=3,
             lr=1e-3,
             precision=MixedPrecision(parameters=torch.float16),
             loss_scale=scale,
@@ -466,27 +475,69 @@ def test_tensors_of_the_callers_own(tmp_path: Path) -> None:
         load_checkpoint(path, net, world=Axis.single())
 
 
-def test_frozen_parameters_are_saved_and_states_only_where_there_are_any(tmp_path: Path) -> None:
-    def build() -> tuple[dict[str, nn.Parameter], ZeroOptimizer]:
-        net = net_of()
-        parameters = dict(net.named_parameters())
-        parameters["first.weight"].requires_grad_(False)
-        return parameters, ZeroOptimizer(net.parameters(), torch.optim.AdamW, data=Axis.single(), lr=0.1)
+def partly_frozen(axis: Axis, stage: int) -> tuple[dict[str, nn.Parameter], ZeroOptimizer]:
+    net = net_of()
+    parameters = dict(net.named_parameters())
+    parameters["first.weight"].requires_grad_(False)
+    return parameters, make_optimizer(net, torch.optim.AdamW, stage=stage, data=axis, lr=0.1)
 
-    parameters, optimizer = build()
-    parameters["first.weight"].data.fill_(3)
-    parameters["last.weight"].sum().backward()  # the biases have no gradient and no state
-    optimizer.step()
-    save_checkpoint(tmp_path / "c", optimizer, world=Axis.single())
-    assert {name for name in read_manifest(tmp_path / "c").tensors if name.startswith("exp_avg/")} == {
-        "exp_avg/last.weight"
-    }
-    again, other = build()
-    load_checkpoint(tmp_path / "c", other, world=Axis.single())
-    assert bool((again["first.weight"] == 3).all())
-    assert {piece.name: len(piece.state) for piece in other.pieces()} == {
-        "first.bias": 0, "last.weight": 3, "last.bias": 0,
-    }  # fmt: skip
+
+def saves_frozen(folder: str) -> None:
+    mesh = Mesh(dp=2)
+    for stage in STAGES:
+        parameters, optimizer = partly_frozen(mesh.data, stage)
+        parameters["first.weight"].data.fill_(3)
+        parameters["last.weight"].sum().backward()  # the biases have no gradient and no state
+        optimizer.step()
+        save_checkpoint(f"{folder}/{stage}", optimizer, world=mesh.world)
+
+
+def loads_frozen(folder: str) -> None:
+    mesh = Mesh(dp=2)
+    for saved, stage in itertools.product(STAGES, STAGES):
+        parameters, optimizer = partly_frozen(mesh.data, stage)
+        load_checkpoint(f"{folder}/{saved}", optimizer, world=mesh.world)
+        assert bool((parameters["first.weight"] == 3).all())
+        states = {"first.weight": 0, "first.bias": 0, "last.weight": 3, "last.bias": 0}
+        for piece in optimizer.pieces():
+            assert len(piece.state) == states[piece.name], (saved, stage, piece.name)
+
+
+def test_frozen_parameters_are_saved_and_states_only_where_there_are_any(tmp_path: Path) -> None:
+    run_ranks(saves_frozen, 2, str(tmp_path))
+    for stage in STAGES:
+        tensors = read_manifest(tmp_path / str(stage)).tensors
+        assert {name for name in tensors if name.startswith("exp_avg/")} == {"exp_avg/last.weight"}
+        assert {name for name in tensors if "/" not in name} == {
+            "first.weight", "first.bias", "last.weight", "last.bias",
+        }  # fmt: skip
+    run_ranks(loads_frozen, 2, str(tmp_path))
+
+
+def written_then_saved(folder: str) -> None:
+    mesh = Mesh(dp=2)
+    for stage, dtype in itertools.product(STAGES, (torch.float32, torch.bfloat16)):
+        net, path = net_of(torch.float32), f"{folder}/{stage}-{dtype}"
+        optimizer = make_optimizer(
+            net, torch.optim.AdamW, data=mesh.data, stage=stage, lr=0.1, precision=MixedPrecision(parameters=dtype)
+        )  # fmt: skip
+        net.load_state_dict({name: torch.full(p.shape, 3.0) for name, p in net.named_parameters()})
+        values = [value for key, value in optimizer.local_state().items() if key.startswith("value/")]
+        assert all(bool((value == 3).all()) for value in values)
+        save_checkpoint(path, optimizer, world=mesh.world)
+        for parameter in net.parameters():
+            parameter.data.fill_(5)
+        with optimizer.full_parameters():
+            load_checkpoint(path, optimizer, world=mesh.world)
+            assert all(bool((parameter == 3).all()) for parameter in net.parameters())
+        assert all(bool((parameter == 3).all()) for parameter in net.parameters())
+
+
+def test_what_somebody_wrote_into_the_module_is_saved_and_is_overwritten_by_a_load(tmp_path: Path) -> None:
+    """Without a step in between; into masters, shards, and parameters that are gathered."""
+    run_ranks(written_then_saved, 2, str(tmp_path))
+    for path in tmp_path.iterdir():
+        assert all(bool((values == 3).all()) for values in read_tensors(path).values())
 
 
 def alone_in_a_world(path: str) -> float:

@@ -42,7 +42,7 @@ def build(world: Axis, size: int = 8) -> tuple[nn.Module, ZeroOptimizer]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, size), nn.Linear(size, 3))
     name_parameters(net)
-    return net, ZeroOptimizer(net.parameters(), torch.optim.Adam, data=world, stage=1, lr=0.1)
+    return net, ZeroOptimizer(net.parameters(), torch.optim.Adam, data=world, stage=3, module=net, lr=0.1)
 
 
 def trained(world: Axis, steps: int = 1) -> tuple[nn.Module, ZeroOptimizer]:

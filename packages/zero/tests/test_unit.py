@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from packages.zero.tests.live import LiveBytes
+from packages.zero.tests.nets import STAGES
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh
@@ -125,12 +126,13 @@ def test_gradients_do_not_pile_up_with_more_units() -> None:
 def test_gradients_after_a_reduction_and_before_the_step_are_added() -> None:
     """At stage 1 the buffer in which the reduced part lies collects again: two, three backward passes are their sum."""
     axis = Mesh(dp=2).data
-    for stage in (0, 1, 2):
+    for stage in STAGES:
         for passes in (2, 3):
             weights = [nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(3)]
             optimizer = ZeroOptimizer(
-                weights, torch.optim.SGD, data=axis, stage=stage, lr=1.0, bucket_mb=40 / 2**20
-            )
+                weights, torch.optim.SGD, data=axis, stage=stage, lr=1.0, bucket_mb=40 / 2**20,
+                module=[nn.ParameterList([weight]) for weight in weights],
+            )  # fmt: skip
             scales = torch.arange(1.0, 6.0, dtype=torch.float64)
             for number in range(passes):
                 loss = sum((weight * scales).sum() * 10**number * (axis.rank + 1) for weight in weights)

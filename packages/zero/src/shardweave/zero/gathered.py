@@ -94,6 +94,17 @@ class GatheredParameters(FlatParameters):
         touched, self._touched = sorted(self._touched), set()
         return touched
 
+    def forget_written(self) -> None:
+        """See :meth:`FlatParameters.forget_written`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().forget_written()
+        self._touched.clear()
+
+    def gather_again(self) -> None:
+        """This rank's part has other values now, and others' have: brings them into a buffer that is whole."""
+        self._pending = start_all_gather(self.own, self._axis, out=self.buffer)
+        self.gather()
+
     def check_in_place(self, names: Sequence[str]) -> None:
         """See :meth:`FlatParameters.check_in_place`."""
         with torch._C.DisableTorchFunctionSubclass():

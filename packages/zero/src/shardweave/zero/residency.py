@@ -221,12 +221,15 @@ class Residency:
     # -- between steps ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Other values are in the shards now: everything is released, and nobody uses anything any more."""
+        """Other values are in the shards now: everything is released, but what a context has, which gets them."""
         for member in self.members:
             member.task = None
             member.arrived.clear()
         self._kept.clear()
         self.release_idle(persistent=True)
+        for member in self.members:
+            if member.flat.live:  # inside a context
+                member.flat.gather_again()
 
     def gather_persistent(self) -> None:
         """Gathers the units that are always there; collective."""
