@@ -420,6 +420,13 @@ def test_what_cannot_work_is_refused_with_the_way_out() -> None:
         "clip=0": {"clip": 0},
         "bucket_mb=-1": {"bucket_mb": -1},
         "has no effect with stage=1": {"stage": 1, "shard_between_micro_batches": True},
+        "whole_gradients_mb=-1": {"stage": 2, "whole_gradients_mb": -1},
+        "whole_gradients_mb=1 has no effect with stage=1": {"stage": 1, "whole_gradients_mb": 1},
+        "no effect with shard_between_micro_batches=False": {
+            "stage": 2,
+            "whole_gradients_mb": 1,
+            "shard_between_micro_batches": False,
+        },
         "nonfinite='never'": {"nonfinite": "never"},
         "reduction='avg'": {"reduction": "avg"},
         "precision='bf16'": {"precision": "bf16"},

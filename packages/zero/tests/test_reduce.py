@@ -240,9 +240,16 @@ def test_bytes_of_each_stage() -> None:
     """Exactly 2 Psi elements, padding included, when gradients are kept whole over the micro-batches."""
     mesh = Mesh(dp=3)
     axis = mesh.data
-    for stage, between, reductions in ((1, None, 1), (2, False, 1), (2, True, 4)):
+    for stage, options, reductions in (
+        (1, {}, 1),
+        (2, {"between": False}, 1),
+        (2, {"between": True}, 4),
+        (2, {"whole_gradients_mb": 1008 / 2**20}, 1),  # what they take
+        (2, {"whole_gradients_mb": 1007 / 2**20}, 4),
+        (2, {}, 4),
+    ):
         net = model()
-        optimizer = sgd(net, axis, stage, between)
+        optimizer = sgd(net, axis, stage, **options)
         psi = sum(p.numel() for p in net.parameters())
         units = optimizer.units
         padded = sum(unit.length for unit in units)

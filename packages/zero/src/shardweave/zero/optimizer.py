@@ -95,14 +95,16 @@ class ZeroOptimizer(Optimizer):
     ``shard_between_micro_batches``: at stage 2, whether :meth:`accumulate` reduces each micro-batch and keeps
     only the shard (default: yes). ``False`` keeps whole gradients until the last one: as much memory as
     stage 1 while accumulating, and the bytes of one reduction a step. A pipeline that holds gradients over
-    its own micro-batches has them kept whole in any case; ``True`` then warns.
+    its own micro-batches has them kept whole in any case; ``True`` then warns. ``whole_gradients_mb``: left to
+    decide, gradients are kept whole if all of them take at most so many MiB on a rank (default 0: never).
     ``nonfinite``: what all ranks do together when any gradient on any rank is infinite or NaN: ``"skip"`` the
     step (nothing changes but :attr:`skipped`), ``"stop"`` with the same ``FloatingPointError`` everywhere, which names
     the step, a parameter and the ranks it came from (each then looks at its gradients once more, before
     they are reduced), or ``"ignore"``. ``reduction``: ``"mean"`` over the data axis, as DDP has it, or ``"sum"`` for
     losses that are already divided by the global count. ``loss_scale``: for float16, see :class:`LossScale`; run
-    ``backward`` on :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else stays as it is:
-    ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any rank.
+    ``backward`` on :meth:`scale` of the loss (or hand :attr:`loss_scale` to a pipeline's step) and everything else
+    stays as it is: ``step`` divides the gradients again, and skips, and halves the scale, where they overflowed on any
+    rank.
     ``compression``: how gradients are sent over the data axis, with what is not sent kept for the next step; see
     :class:`~shardweave.comm.Compression`. Updated parameters travel in full at stages 1 and 2. ``ownership``: where
     shards are cut. ``"element"``: anywhere, for optimizers whose arithmetic for an element needs no other.
@@ -139,6 +141,7 @@ class ZeroOptimizer(Optimizer):
         loss_scale: LossScale | None = None,
         compression: Compression | None = None,
         ownership: str = "element",
+        whole_gradients_mb: float = 0,
         shard: Axis | None = None,
         module: nn.Module | Sequence[nn.Module] | None = None,
         units: UnitChoice | None = None,
@@ -161,6 +164,7 @@ class ZeroOptimizer(Optimizer):
             loss_scale=loss_scale,
             compression=compression,
             ownership=ownership,
+            whole_gradients_mb=whole_gradients_mb,
             gathering=Gathering(
                 prefetch=prefetch,
                 max_live_parameters=max_live_parameters,
@@ -574,11 +578,10 @@ class ZeroOptimizer(Optimizer):
 
     def _listen(self) -> None:
         """To the gradients of all units, from now on."""
+        trained = [unit for unit in self._units if unit.trains]
+        whole = sum(unit.plan.length * unit.formats.gradients.itemsize for unit in trained)
         self._reducer = Reducer(
-            [unit for unit in self._units if unit.trains],
-            self._data,
-            eager=self._options.eager,
-            frees=self._options.stage >= 2,
+            trained, self._data, eager=self._options.eager(whole), frees=self._options.stage >= 2
         )
         for unit in self._units:
             unit.frozen = {slot for slot, p in enumerate(unit.parameters) if not p.requires_grad}

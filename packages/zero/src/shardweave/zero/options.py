@@ -57,6 +57,7 @@ class Options:
     compression: Compression | None
     gathering: Gathering = Gathering()
     ownership: str = "element"
+    whole_gradients_mb: float = 0
 
     def __post_init__(self) -> None:
         if self.stage not in _STAGES or isinstance(self.stage, bool):
@@ -77,6 +78,17 @@ class Options:
             raise ValueError(
                 f"shard_between_micro_batches=True has no effect with stage={self.stage}, which keeps gradients "
                 f"whole; use stage=2, or leave it out"
+            )
+        if not (self.whole_gradients_mb >= 0 and math.isfinite(self.whole_gradients_mb)):
+            raise ValueError(f"whole_gradients_mb={self.whole_gradients_mb!r}: give a size in MiB, 0 or more")
+        if self.whole_gradients_mb and (self.stage < 2 or self.shard_between_micro_batches is not None):
+            because = (
+                f"stage={self.stage}, which keeps gradients whole"
+                if self.stage < 2
+                else f"shard_between_micro_batches={self.shard_between_micro_batches}, which says it"
+            )
+            raise ValueError(
+                f"whole_gradients_mb={self.whole_gradients_mb!r} has no effect with {because}; leave one of them out"
             )
         if self.stage < 3 and self.gathering != Gathering():
             raise ValueError(
@@ -117,9 +129,14 @@ class Options:
                 "own format on the wire; leave one of them out"
             )
 
-    @property
-    def eager(self) -> bool:
-        """Whether each micro-batch is reduced, so that no whole gradient outlives it. Stages 2 and 3 are chosen for
-        their memory, so there that is the default; compression sends a step's gradient once."""
-        whole = self.shard_between_micro_batches is False or self.compression is not None
-        return self.stage >= 2 and not whole
+    def eager(self, whole_bytes: int) -> bool:
+        """Whether each micro-batch is reduced, so that no whole gradient outlives it.
+
+        ``whole_bytes``: what they would take. Stages 2 and 3 are chosen for their memory, so there that is the default,
+        unless they are small enough; compression sends a step's gradient once.
+        """
+        if self.stage < 2 or self.compression is not None:
+            return False
+        if self.shard_between_micro_batches is not None:
+            return self.shard_between_micro_batches
+        return whole_bytes > self.whole_gradients_mb * 2**20
