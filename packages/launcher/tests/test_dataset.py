@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import Corpus
-from shardweave.launcher.dataset import Batches, Dataset
+from shardweave.launcher.dataset import IGNORED, Batches, Dataset
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.layout import BatchPlan
 from shardweave.launcher.order import SampleOrder
@@ -81,8 +83,11 @@ def test_an_epoch_trains_on_every_sample_once() -> None:
 @pytest.mark.parametrize(("replicas", "micro"), [(1, 1), (1, 3), (2, 3), (4, 2), (8, 3)])
 def test_evaluation_counts_each_sample_once_for_any_number_of_ranks(replicas: int, micro: int) -> None:
     data = _dataset(401, 4, 0.05)
-    batches = [batch for rank in range(replicas) for batch in evaluation_batches(data, micro, replicas, rank)]
-    assert sorted(sample for batch in batches for sample in batch.samples.tolist()) == [95, 96, 97, 98, 99]
+    of_rank = [evaluation_batches(data, micro, replicas, rank) for rank in range(replicas)]
+    counting = [batch for batches in of_rank for batch in batches if bool((batch.targets != IGNORED).any())]
+    assert sorted(sample for batch in counting for sample in batch.samples.tolist()) == [95, 96, 97, 98, 99]
+    assert all(bool((batch.targets != IGNORED).all()) for batch in counting)
+    assert {len(batches) for batches in of_rank} == {math.ceil(math.ceil(5 / micro) / replicas)}
 
 
 def test_evaluation_is_bounded_and_spread() -> None:

@@ -14,10 +14,10 @@ import torch
 
 from shardweave.comm import Mesh, all_gather
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import Dataset, MicroBatch
+from shardweave.launcher.dataset import IGNORED, Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
-from shardweave.launcher.trainer import IGNORED, Record, StepResult, Trainer, train_in_process
+from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process
 
 SETTINGS = [
     "precision=fp64",
@@ -87,6 +87,20 @@ def test_b123_reports_and_parameters_are_those_of_one_process_in_every_layout() 
             assert trainer.parameter_norm() == pytest.approx(reference.parameter_norm(), rel=1e-9)
             assert trainer.parameter_count() == reference.parameter_count()
             assert trainer.evaluate() == pytest.approx(reference.evaluate(), rel=1e-9)
+            mesh.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_evaluations_that_do_not_divide_at_every_stage() -> None:
+    """Five batches on four replicas, and fewer batches than replicas: at stage 3 all take part in each forward."""
+    for validation in (5, 3):
+        dataset = _dataset(44, validation)
+        reference = Trainer(_config("batch.micro=1"), Mesh.single(), dataset=dataset).evaluate()
+        for stage in range(4):
+            mesh = Mesh(dp=4)
+            trainer = Trainer(_config("batch.micro=1", f"zero.stage={stage}"), mesh, dataset=dataset)
+            assert trainer.evaluate() == pytest.approx(reference, rel=1e-9)
+            trainer.train_step()
             mesh.close()
 
 

@@ -31,7 +31,10 @@ from shardweave.launcher.layout import BatchPlan
 from shardweave.launcher.order import SampleOrder
 from shardweave.launcher.problems import ConfigError, Problem
 
-__all__ = ["BatchSource", "Batches", "Dataset", "MicroBatch"]
+__all__ = ["IGNORED", "BatchSource", "Batches", "Dataset", "MicroBatch"]
+
+IGNORED = -100
+"""In place of a target where there is nothing to predict; torch's own choice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,7 @@ class MicroBatch:
     inputs: Tensor
     """Tokens, int64 ``[b, s]``."""
     targets: Tensor
-    """The token after each input, int64 ``[b, s]``; -100 where there is nothing to predict."""
+    """The token after each input, int64 ``[b, s]``; :data:`IGNORED` where there is nothing to predict."""
 
 
 class BatchSource(Protocol):

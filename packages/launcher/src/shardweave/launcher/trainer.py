@@ -27,15 +27,13 @@ from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_
 from shardweave.launcher.assembly import Assembly, assemble
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import Batches, BatchSource, Dataset, MicroBatch
+from shardweave.launcher.dataset import IGNORED, Batches, BatchSource, Dataset, MicroBatch
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.learning_rate import learning_rate
 from shardweave.launcher.order import SampleOrder
 from shardweave.models import parameter_shapes
 
 __all__ = ["Record", "StepResult", "Trainer", "train_in_process"]
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -143,15 +141,13 @@ class Trainer:
             return None
         mine = evaluation_batches(self.dataset, parts.plan.micro, self.mesh.dp.size, self.mesh.dp.rank)
         micro_batches = [_to(batch, parts.device) for batch in mine]
-        total: Tensor | None = None
-        if micro_batches:  # a replica without samples waits for the others below
-            parts.module.eval()
-            total = parts.pipeline.evaluate(
-                [batch.inputs for batch in micro_batches],
-                [batch.targets for batch in micro_batches],
-                micro_batches=len(micro_batches),
-            )
-            parts.module.train()
+        parts.module.eval()
+        total = parts.pipeline.evaluate(
+            [batch.inputs for batch in micro_batches],
+            [batch.targets for batch in micro_batches],
+            micro_batches=len(micro_batches),
+        )
+        parts.module.train()
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))
         return self._loss(total) / tokens
 
