@@ -388,3 +388,31 @@ def test_everything_frozen_or_nothing_at_all() -> None:
             optimizer.step()
             assert float(optimizer.grad_norm) == 0
             optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_what_is_missing_travels_with_the_summary() -> None:
+    """A parameter that is never used costs a collective once; one used on one rank only takes part as before."""
+    mesh = Mesh(dp=2)
+    used, never, sometimes = (parameter([1.0, 1.0, 1.0]) for _ in range(3))
+    optimizer = ZeroOptimizer(
+        [used, never, sometimes], torch.optim.SGD, data=mesh.data, lr=1.0, weight_decay=0.5
+    )
+    calls, values = [], []
+    for step in range(5):
+        mesh.ledger.reset()
+        with_gradient(used, [1.0] * 3)
+        if mesh.data.rank == 1 and step != 2:
+            with_gradient(sometimes, [2.0] * 3)
+        if step == 3:
+            with_gradient(never, [0.0] * 3)
+            with_gradient(sometimes, [2.0] * 3)
+        optimizer.step()
+        calls.append(mesh.ledger.total("data", "all_reduce").calls)
+        values.append(sometimes[0].item())
+    assert calls == [2, 1, 1, 1, 2], "the fourth step has everything, so the fifth did not expect it"
+    right = [1.0]
+    for gradient in (1.0, 1.0, None, 2.0, 1.0):
+        right.append(right[-1] if gradient is None else right[-1] * 0.5 - gradient)
+    assert values == right[1:]
+    assert never.tolist() == [0.5] * 3

@@ -52,6 +52,8 @@ class Summary:
     late: bool
     missing: bool
     changed: bool
+    present: Tensor | None
+    """The sum over the data axis of what its ranks gave, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Local:
     late: int
     missing: int
     changed: int
+    present: Tensor | None = None
+    """Numbers of its own that data ranks add up, as many on each of them; see ``presence``."""
 
 
 class NormRanges:
@@ -90,12 +94,14 @@ class NormRanges:
 
     def summarize(self, local: Local) -> Summary:
         """Adds up the numbers of all ranks; every rank of the data and the model axis calls it."""
-        groups, broken, *others = self._add_up(self._squares(wide=False), local)
-        if broken > 0:
+        numbers, present = self._add_up(self._squares(wide=False), local)
+        if numbers[self._num_groups] > 0:
             # Squares overflow float32 from 1.8e19 on, where the gradient itself is still finite: look closely.
-            groups, broken, *others = self._add_up(self._squares(wide=True), local)
-        late, missing, changed = (number > 0 for number in others)
-        return Summary(groups.sum().sqrt(), tuple(groups.sqrt().unbind()), broken > 0, late, missing, changed)
+            numbers, present = self._add_up(self._squares(wide=True), local)
+        groups = numbers[: self._num_groups]
+        broken, late, missing, changed = (number > 0 for number in numbers[self._num_groups :].tolist())
+        norms = tuple(groups.sqrt().unbind())
+        return Summary(groups.sum().sqrt(), norms, broken, late, missing, changed, present)
 
     def _squares(self, *, wide: bool) -> Tensor:
         """One sum for each group, and one of the copies that are counted elsewhere: [groups + 1], float64."""
@@ -109,14 +115,18 @@ class NormRanges:
                         squares[place].add_(square_sum(part, dtype))
         return squares
 
-    def _add_up(self, squares: Tensor, local: Local) -> tuple[Tensor, float, float, float, float]:
-        """The groups' squares, on the CPU, and the other numbers in the order of the table above."""
+    def _add_up(self, squares: Tensor, local: Local) -> tuple[Tensor, Tensor | None]:
+        """The numbers of the table above, of all ranks, and ``local.present``, of the data axis; on the CPU."""
         broken = (~torch.isfinite(squares.sum())).double()
         others = squares.new_tensor([local.late, local.missing, local.changed])
         numbers = torch.cat([squares[:-1], broken[None], others])
-        numbers = all_reduce(all_reduce(numbers, self._data), self._model).cpu()
-        broken_, late, missing, changed = numbers[self._num_groups :].tolist()
-        return numbers[: self._num_groups], broken_, late, missing, changed
+        if local.present is None:
+            all_reduce(numbers, self._data)
+            present = None
+        else:
+            both = all_reduce(torch.cat([numbers, local.present]), self._data)
+            numbers, present = both[: numbers.numel()].clone(), both[numbers.numel() :].cpu()
+        return all_reduce(numbers, self._model).cpu(), present
 
 
 def square_sum(flat: Tensor, least: torch.dtype = torch.float32) -> Tensor:

@@ -58,7 +58,7 @@ from .norm import Local, NormRanges, Summary, clip_coefficient, describe_broken
 from .offload import Offload
 from .options import Gathering, Options
 from .precision import Formats, MixedPrecision
-from .presence import agree_on_present, num_missing
+from .presence import agree_on_present, num_missing, presence
 from .probe import check_updates
 from .prototype import element_states
 from .reduce import Reducer
@@ -190,6 +190,7 @@ class ZeroOptimizer(Optimizer):
         self._units: tuple[Unit, ...] = ()
         self._consumed: dict[Unit, set[int]] = {}
         self._built = self._closed = False
+        self._missed = False  # a parameter in the last step, on any rank
         self._init_groups(params, optimizer_arguments)
         self._build(optimizer_arguments)
         self._built = True
@@ -233,6 +234,8 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._warn_when_kept_whole()
+        if self._gathered is not None:
+            self._gathered.reducing()
         self._reducer.finish()
         summary = self._summarize()
         if summary.changed:
@@ -242,6 +245,7 @@ class ZeroOptimizer(Optimizer):
         if summary.changed or summary.late:
             summary = self._summarize()
         scale = self.loss_scale
+        self._missed = summary.missing
         self.grad_norm = summary.norm / scale
         self.group_norms = [norm / scale for norm in summary.groups]
         applied = False
@@ -250,7 +254,7 @@ class ZeroOptimizer(Optimizer):
             self.step_skipped = self._decide(broken)
             if not self.step_skipped:
                 if summary.missing:
-                    agree_on_present(self._units, self._data)
+                    agree_on_present(self._units, self._data, summary.present)
                 # One multiplication clips and takes the loss scale out.
                 self._update(clip_coefficient(self.grad_norm, self._options.clip) / scale)
                 applied = True
@@ -303,6 +307,8 @@ class ZeroOptimizer(Optimizer):
         try:
             yield
             completed = True
+            if self._gathered is not None and self._options.eager:
+                self._gathered.reducing()
         finally:
             order.end_accumulation(completed=completed)
 
@@ -314,6 +320,8 @@ class ZeroOptimizer(Optimizer):
         the step will use. A second call finds nothing left to do.
         """
         self._check_usable()
+        if self._gathered is not None:
+            self._gathered.reducing()
         self._reducer.finish()
         self.take_in_unfrozen()
 
@@ -688,9 +696,10 @@ class ZeroOptimizer(Optimizer):
                 unit.shard.take_over(unit.flat.written())
 
     def _summarize(self) -> Summary:
-        return self._norm.summarize(
-            Local(self._reducer.order.late, num_missing(self._units), self._roster.num_changed)
-        )
+        present = presence(self._units, self._device) if self._missed else None
+        missing = num_missing(self._units)
+        local = Local(self._reducer.order.late, missing, self._roster.num_changed, present)
+        return self._norm.summarize(local)
 
     def _warn_when_kept_whole(self) -> None:
         if self._reducer.order.held_whole and self._options.shard_between_micro_batches:
