@@ -1,8 +1,8 @@
 """Modules that were built on the meta device get their values a unit at a time.
 
-A model too large for one device cannot be built and then sharded. Built under ``torch.device("meta")`` it has shapes and no
-memory; here the parameters that are gathered together get memory, are initialised, and are sharded before the next ones
-are looked at. So no rank ever holds more than a unit beside its shards.
+A model too large for one device cannot be built and then sharded. Built under ``torch.device("meta")`` it has shapes and
+no memory; here the parameters that are gathered together get memory, are initialised, and are sharded before the next
+ones are looked at. So no rank ever holds more than a unit beside its shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ modules inside it come in calls of their own."""
 class Materializer:
     """Gives memory and values to parameters on the meta device.
 
-    ``roots``: the modules they are in. ``initialize``: ``None``: the modules' ``reset_parameters``. ``device``: where to.
+    ``roots``: the modules they are in. ``initialize``: ``None``: the modules' ``reset_parameters``. ``device``: where
+    to.
 
     Modules are initialised in the order of ``root.apply``, so that random numbers are drawn as there.
     """

@@ -7,10 +7,10 @@
     its end, also by an exception            leave   released, unless kept
 
 [Note: Compiled modules]
-    torch.compile traces what a module does, and would trace the guards of its parameters too. So the hooks themselves are
-    left out of it, and while a compiled module runs, everything in it is gathered and its parameters are plain ones; the
-    backward pass asks for them where it enters the module's outputs. Compile the layers, not the model as a whole, to
-    have one of them gathered at a time.
+    torch.compile traces what a module does, and would trace the guards of its parameters too. So the hooks themselves
+    are left out of it, and while a compiled module runs, everything in it is gathered and its parameters are plain
+    ones; the backward pass asks for them where it enters the module's outputs. Compile the layers, not the model as a
+    whole, to have one of them gathered at a time.
 
 The hooks of the root, or of each part that a pipeline runs, enclose the others': at its end nothing idle is left.
 Everything else that touches a parameter is the guard's (``guard.py``).

@@ -1,4 +1,4 @@
-"""The sharded optimizer: ZeRO stages 0, 1 and 2 behind the interface of ``torch.optim.Optimizer``.
+"""The sharded optimizer: ZeRO stages 0 to 3 behind the interface of ``torch.optim.Optimizer``.
 
 A step, in the order things happen::
 
@@ -6,6 +6,7 @@ A step, in the order things happen::
     step         the rest is reduced; sums over partial axes; norm, and one decision for all ranks;
                  unit by unit: torch's optimizer on this rank's shard, then the unit's all-gather starts;
                  all-gathers end
+    stage 3      parameters are gathered unit by unit in the forward and in the backward pass instead
 
 =======  =====================  =================  ==================================================
 stage    gradients              masters, moments   elements moved a step, of Psi parameters
@@ -14,10 +15,14 @@ stage    gradients              masters, moments   elements moved a step, of Psi
 1        whole                  shard              reduce-scatter Psi + all-gather Psi
 2        shard, between         shard              the same; with ``shard_between_micro_batches``
          micro-batches too                         Psi more for every further micro-batch
+3        the same               shard, and the     2 Psi for the all-gathers of each micro-batch's passes,
+                                parameters too     Psi a step where ``keep_gathered`` keeps them all;
+                                                   reductions as at stage 2, none after the step
 =======  =====================  =================  ==================================================
 
 Psi counts each unit's padding, fewer elements than there are data ranks. The stages and their bytes are those
 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5, 7.
+How stage 3 is put together, ``stage3.py`` says.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ class ZeroOptimizer(Optimizer):
 
     Takes parameters, or parameter groups, as any torch optimizer does, and keeps to the usual loop. Every data
     rank builds it over the same parameters in the same order; rank 0's initial values are broadcast. After
-    ``step`` every rank has the whole updated parameters. Works without any process group
+    ``step`` every rank has the whole updated parameters, at stage 3 whenever somebody uses them. Works without any process group
     (``data=Axis.single()``), where it is the plain optimizer with the same arithmetic.
 
     ``params``: parameters, ``(name, parameter)`` pairs, or groups; they may all be frozen, and on a rank without
@@ -90,9 +95,9 @@ class ZeroOptimizer(Optimizer):
     Adam, AdamW and Adagrad is chosen where there is one, unless ``fused`` or ``foreach`` is given).
     ``data``: the axis to reduce over and to shard over (``mesh.data``). ``model``: the axis over which the
     model itself is spread (``mesh.model``); needed when parameters carry sharding records.
-    ``stage``: 0, 1 or 2, see the module's table. ``clip``: largest global gradient norm, as
+    ``stage``: 0 to 3, see the module's table. ``clip``: largest global gradient norm, as
     ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters.
-    ``shard_between_micro_batches``: at stage 2, whether :meth:`accumulate` reduces each micro-batch and keeps
+    ``shard_between_micro_batches``: from stage 2 on, whether :meth:`accumulate` reduces each micro-batch and keeps
     only the shard (default: yes). ``False`` keeps whole gradients until the last one: as much memory as
     stage 1 while accumulating, and the bytes of one reduction a step. A pipeline that holds gradients over
     its own micro-batches has them kept whole in any case; ``True`` then warns. ``whole_gradients_mb``: left to
@@ -113,7 +118,16 @@ class ZeroOptimizer(Optimizer):
     whole. ``shard``: the part of ``data`` that one copy is sharded over (``mesh.shard`` of a mesh with ``replicas``);
     default: all of it. Parameters are then gathered inside a copy, and between copies only sums of shards travel.
     ``module``: what the parameters are in. Its persistent buffers then start equal, too, parameters have its names, and
-    ``step`` refuses by name one that was added to it, or unfrozen, and is in no group.
+    ``step`` refuses by name one that was added to it, or unfrozen, and is in no group. Stage 3 needs it: the modules
+    tell when parameters are used. All data ranks have to run the same ones in the same order.
+
+    For stage 3. ``units``: the modules whose parameters are gathered together, by class, name or themselves; the rest is
+    gathered while the root runs; ``None``: by size, ``bucket_mb`` at most. ``prefetch``: units gathered ahead of use.
+    ``max_live_parameters``: elements gathered at once, at most; what cannot be done within it is an error.
+    ``keep_gathered``: elements that may stay gathered from their first use in a step to its end.
+    ``persistent_parameters``: units of up to so many elements are gathered once a step. ``initialize``: gives a module
+    that was built on the meta device its values, unit by unit (``None``: its ``reset_parameters``); no rank then ever
+    holds the whole model. :meth:`full_parameters`: everything whole for a while.
 
     A parameter that had no gradient on any data rank is left out of the step, as torch does with ``.grad is
     None``; if it had one on some ranks, the others count as zero. ``.grad`` is handed over when it is final and
@@ -307,7 +321,7 @@ class ZeroOptimizer(Optimizer):
         try:
             yield
             completed = True
-            if self._gathered is not None and self._options.eager:
+            if self._gathered is not None and self._eager:
                 self._gathered.reducing()
         finally:
             order.end_accumulation(completed=completed)
@@ -339,7 +353,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def stage(self) -> int:
-        """0, 1 or 2."""
+        """0 to 3."""
         return int(self._options.stage)
 
     @property
@@ -588,9 +602,8 @@ class ZeroOptimizer(Optimizer):
         """To the gradients of all units, from now on."""
         trained = [unit for unit in self._units if unit.trains]
         whole = sum(unit.plan.length * unit.formats.gradients.itemsize for unit in trained)
-        self._reducer = Reducer(
-            trained, self._data, eager=self._options.eager(whole), frees=self._options.stage >= 2
-        )
+        self._eager = self._options.eager(whole)
+        self._reducer = Reducer(trained, self._data, eager=self._eager, frees=self._options.stage >= 2)
         for unit in self._units:
             unit.frozen = {slot for slot, p in enumerate(unit.parameters) if not p.requires_grad}
         self._norm = NormRanges(

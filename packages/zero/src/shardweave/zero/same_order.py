@@ -1,7 +1,8 @@
 """Whether all ranks are about to do the same, asked through the store, before they meet in a collective that differs.
 
-Ranks that gather different units would read each other's bytes as their own, or stand still. While a step repeats the last
-one nothing has to be asked. Where it does not, each rank says what it is about to gather and reads what the others say::
+Ranks that gather different units would read each other's bytes as their own, or stand still. While a step repeats the
+last one nothing has to be asked. Where it does not, each rank says what it is about to gather and reads what the others
+say::
 
     rank 0    as last time: gathers block 1, and waits for rank 1's part      after 4 s it says so
     rank 1    not as last time: says "block 2", and reads what rank 0 says    finds that rank 0 waits for block 1
