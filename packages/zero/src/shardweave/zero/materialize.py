@@ -1,8 +1,8 @@
 """Modules that were built on the meta device get their values a unit at a time.
 
-A model too large for one device cannot be built and then sharded. Built under ``torch.device("meta")`` it has shapes and
-no memory; here the parameters that are gathered together get memory, are initialised, and are sharded before the next
-ones are looked at. So no rank ever holds more than a unit beside its shards.
+A model too large for one device cannot be built and then sharded. Built under ``torch.device("meta")`` it has shapes
+and no memory; here the parameters that are gathered together get memory, are initialised, and are sharded before the
+next ones are looked at. So no rank ever holds more than a unit beside its shards.
 """
 
 from __future__ import annotations

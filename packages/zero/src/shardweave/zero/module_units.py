@@ -135,8 +135,8 @@ def _chosen(roots: Sequence[nn.Module], choice: UnitChoice) -> set[int]:
             matches = [module for module in named.values() if isinstance(module, item)]
         if not matches:
             raise ValueError(
-                f"units: {item if isinstance(item, str) else repr(item)} is no module of {type(roots[0]).__name__}; give "
-                "classes, names as in module.named_modules(), or modules of the tree"
+                f"units: {item if isinstance(item, str) else repr(item)} is no module of {type(roots[0]).__name__}; "
+                "give classes, names as in module.named_modules(), or modules of the tree"
             )
         holders = [module for module in matches if isinstance(module, _HOLDERS)]
         if holders:

@@ -86,8 +86,8 @@ class ZeroOptimizer(Optimizer):
 
     Takes parameters, or parameter groups, as any torch optimizer does, and keeps to the usual loop. Every data
     rank builds it over the same parameters in the same order; rank 0's initial values are broadcast. After
-    ``step`` every rank has the whole updated parameters, at stage 3 whenever somebody uses them. Works without any process group
-    (``data=Axis.single()``), where it is the plain optimizer with the same arithmetic.
+    ``step`` every rank has the whole updated parameters, at stage 3 whenever somebody uses them. Works without any
+    process group (``data=Axis.single()``), where it is the plain optimizer with the same arithmetic.
 
     ``params``: parameters, ``(name, parameter)`` pairs, or groups; they may all be frozen, and on a rank without
     parameters, a stage of a pipeline, ``[{"params": []}]`` stands for none. ``torch_optimizer``: the class, e.g.
@@ -121,8 +121,8 @@ class ZeroOptimizer(Optimizer):
     ``step`` refuses by name one that was added to it, or unfrozen, and is in no group. Stage 3 needs it: the modules
     tell when parameters are used. All data ranks have to run the same ones in the same order.
 
-    For stage 3. ``units``: the modules whose parameters are gathered together, by class, name or themselves; the rest is
-    gathered while the root runs; ``None``: by size, ``bucket_mb`` at most. ``prefetch``: units gathered ahead of use.
+    For stage 3. ``units``: the modules whose parameters are gathered together, by class, name or themselves; the rest
+    is gathered while the root runs; ``None``: by size, ``bucket_mb`` at most. ``prefetch``: units gathered ahead.
     ``max_live_parameters``: elements gathered at once, at most; what cannot be done within it is an error.
     ``keep_gathered``: elements that may stay gathered from their first use in a step to its end.
     ``persistent_parameters``: units of up to so many elements are gathered once a step. ``initialize``: gives a module
