@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 from contextlib import nullcontext
 
 import pytest
@@ -132,7 +133,8 @@ def test_b070_one_parameter_after_the_other() -> None:
     net = model()
     trained(net, lambda step: [loss_of(net, batch(step, rank)) / 2 for rank in range(2)], adamw(net))
     right = [parameter.detach() for parameter in net.parameters()]
-    for stage, options in itertools.product(STAGES, ({}, {"units": []})):
+    ways: tuple[dict[str, Any], ...] = ({}, {"units": []})
+    for stage, options in itertools.product(STAGES, ways):
         net = model()
         unfreeze(net, 0)
         optimizer = make_optimizer(
