@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
