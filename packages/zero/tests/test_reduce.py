@@ -12,6 +12,7 @@ from packages.zero.tests.nets import STAGES, assert_equal, batch, loss_of, make_
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, gradient_work
+from shardweave.comm.testing import RankError, run_ranks
 from shardweave.zero import ZeroOptimizer
 
 SMALL = 0.0003
@@ -170,6 +171,26 @@ def test_zero_grad_after_ranks_have_launched_different_units() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_equal(net, branch_reference(2, 1, lambda rank, micro: True))
+
+
+def without_a_batch(steps: int) -> None:
+    """One rank goes to the step, the other one to its first module."""
+    axis = Mesh(dp=2).data
+    net = Branch()
+    optimizer = sgd(net, axis, 3)
+    for step in range(steps + 1):
+        if step < steps or axis.rank == 1:
+            net(batch(step, axis.rank), True).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_rank_without_a_batch_is_found_at_stage_three(steps: int) -> None:
+    """In seconds, also where the step begins as the last one did and nobody has asked anything."""
+    after = " after the last reduction" if steps else ""
+    found = f"rank 0 is about to gather nothing before gradients are reduced{after}, and rank 1 to gather early{after}"
+    with pytest.raises(RankError, match=found):
+        run_ranks(without_a_batch, 2, steps, timeout=60)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -40,10 +40,12 @@ class _Use(NamedTuple):
     """A use of a unit, as far as what follows it is concerned."""
 
     number: int
-    backward: bool
+    backward: bool | None
 
 
-_NONE = _Use(-1, False)
+_NONE = _Use(-1, None)
+_REDUCTION = _Use(-2, None)
+"""All ranks reduce gradients together too: one that has come that far does not gather what another waits for."""
 
 
 class Member:
@@ -201,6 +203,11 @@ class Residency:
             member.arrived.clear()
             self._release(member)
 
+    def reducing(self) -> None:
+        """Gradients are about to be reduced, at the end of a step or a micro-batch."""
+        if self._note(_REDUCTION) != _REDUCTION:
+            self._agree(self._words())
+
     @contextmanager
     def whole(self, wanted: Sequence[Member]) -> Iterator[None]:
         """Everything of ``wanted`` is gathered inside, whatever the bound; collective."""
@@ -266,7 +273,9 @@ class Residency:
 
     def _require(self, member: Member) -> None:
         """Begins a use: the values are there afterwards, and those of the next use are on their way."""
-        expected = self._note(member)
+        expected = self._note(_Use(member.number, current_backward() >= 0))
+        self._clock += 1
+        member.used_at = self._clock
         self._ahead = [other for other in self._ahead if other is not member]
         surprised = expected != self._last[1]
         if not member.flat.live and not self._fits(member) and not self._make_room(member):
@@ -300,21 +309,20 @@ class Residency:
         self._same.check(what)
         self._parted = False
 
-    def _note(self, member: Member) -> _Use | None:
+    def _note(self, use: _Use) -> _Use | None:
         """Notes the use as the one that follows the two before; what followed them last time."""
-        use = _Use(member.number, current_backward() >= 0)
         expected = self._follows.get(self._last)
         self._follows[self._last] = use
         self._last = (self._last[1], use)
-        self._clock += 1
-        member.used_at = self._clock
         return expected
 
     def _words(self) -> str:
         """The use that begins."""
         before, now = self._last
-        after = f" after {self.members[before.number].label}" if before is not _NONE else ""
-        return f"{self.members[now.number].label}{after}"
+        what = "nothing before gradients are reduced" if now == _REDUCTION else self.members[now.number].label
+        if before == _NONE:
+            return what
+        return f"{what} after {'the last reduction' if before == _REDUCTION else self.members[before.number].label}"
 
     def _too_much(self, member: Member) -> str:
         used = [other for other in self.members if self._is_held(other, member) and other is not member]

@@ -74,6 +74,10 @@ class GatheredUnits:
         self.residency.forget()
         self.residency.gather_persistent()
 
+    def reducing(self) -> None:
+        """Gradients are about to be reduced, which takes all ranks as well."""
+        self.residency.reducing()
+
     def listen(self) -> None:
         """Something was frozen or unfrozen."""
         self._hooks.listen()
