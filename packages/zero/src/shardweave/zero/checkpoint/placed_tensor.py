@@ -35,7 +35,7 @@ class PlacedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(
+        raise RuntimeError(
             f"{func} on a tensor of sharded_state_dict(): it stands for one that is spread over the ranks. Hand it to "
             "torch.distributed.checkpoint.save or load; full_state_dict() has tensors to look at"
         )
