@@ -386,6 +386,41 @@ def test_a_second_optimizer_takes_the_parameters_over() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_two_optimizers_share_a_module() -> None:
+    """Of two kinds, at the same stage and at different ones; layers have parameters of both."""
+    axis = Mesh(dp=2).data
+
+    def parted(net: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        some = [net.first.weight, net.shared.bias, net.scale]
+        return some, [p for p in net.parameters() if all(p is not one for one in some)]
+
+    net = model()
+    some, others = parted(net)
+    plain = torch.optim.AdamW(some, lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    for step in range(3):
+        for rank in range(2):
+            (loss_of(net, batch(step, rank)) / 2).backward()
+        for optimizer in plain:
+            optimizer.step()
+            optimizer.zero_grad()
+    right = [parameter.detach() for parameter in net.parameters()]
+    for first, second in ((1, 1), (1, 3), (3, 2), (3, 3)):
+        net = model()
+        some, others = parted(net)
+        adamw = make_optimizer(
+            net, torch.optim.AdamW, params=some, data=axis, stage=first, lr=0.01, bucket_mb=SMALL
+        )
+        sgd = make_optimizer(
+            net, torch.optim.SGD, params=others, data=axis, stage=second, lr=0.1, momentum=0.9, bucket_mb=SMALL
+        )  # fmt: skip
+        for step in range(3):
+            loss_of(net, batch(step, axis.rank)).backward()
+            adamw.step()
+            sgd.step()
+        assert_equal(net, right)
+
+
+@pytest.mark.ranks(2)
 def test_a_deleted_optimizer_leaves_gradients_alone() -> None:
     axis = Mesh(dp=2).data
     alone = model()

@@ -320,9 +320,9 @@ class ZeroOptimizer(Optimizer):
         completed = False
         try:
             yield
-            completed = True
             if self._gathered is not None and self._eager:
                 self._gathered.reducing()
+            completed = True
         finally:
             order.end_accumulation(completed=completed)
 
