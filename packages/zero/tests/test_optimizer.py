@@ -391,8 +391,9 @@ def test_two_optimizers_share_a_module() -> None:
     axis = Mesh(dp=2).data
 
     def parted(net: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        some = [net.first.weight, net.shared.bias, net.scale]
-        return some, [p for p in net.parameters() if all(p is not one for one in some)]
+        some = {"first.weight", "shared.bias", "scale"}
+        named = list(net.named_parameters())
+        return [p for name, p in named if name in some], [p for name, p in named if name not in some]
 
     net = model()
     some, others = parted(net)
