@@ -48,7 +48,7 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
         env=dict(os.environ, OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 0, f"an example of {page.relative_to(ROOT)} fails:\n{result.stderr}"

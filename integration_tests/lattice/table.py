@@ -150,8 +150,11 @@ def _gradients_are_sharded_from_stage_two_on(between: object, stage: int) -> boo
     return stage >= 2 or between == "auto"
 
 
-def _parameters_are_gathered_at_stage_three(prefetch: object, live: object, kept: object, stage: int) -> bool:
-    return stage == 3 or {prefetch, live, kept} == {"auto"}
+def _parameters_are_gathered_at_stage_three(
+    prefetch: object, live: object, kept: object, stage: int, data: int, replicas: int
+) -> bool:
+    """By several ranks of a copy, or there is nothing to gather."""
+    return (stage == 3 and data > replicas) or {prefetch, live, kept} == {"auto"}
 
 
 def _copies_are_of_shards(replicas: int, data: int, stage: int) -> bool:

@@ -70,7 +70,10 @@ class Overview:
         width = DTYPES[config.precision].itemsize
         live = [width * gathered(config, layout, shape, part).most for part in stages]
         uses = [
-            [_held(config, layout, shape, part, rank, extra, in_flight=peak) for rank in range(layout.tensor)]
+            [
+                _held(config, layout, plan, shape, part, rank, extra, in_flight=peak)
+                for rank in range(layout.tensor)
+            ]
             for part, peak, extra in zip(stages, timeline.peak_activations, live, strict=True)
         ]
         return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses, live)
@@ -148,6 +151,7 @@ class Overview:
 def _held(
     config: Config,
     layout: Layout,
+    plan: BatchPlan,
     shape: TransformerConfig,
     part: Part,
     rank: int,
@@ -165,7 +169,7 @@ def _held(
             sequence_parallel=config.parallel.sequence and layout.tensor > 1,
             data=layout.data // num_replicas(config),
             zero_stage=config.zero.stage,
-            whole_gradients=_keeps_gradients_whole(config),
+            whole_gradients=_keeps_gradients_whole(config, plan),
         ),
         dtype=DTYPES[config.precision],
         gradients=DTYPES.get(config.zero.gradient_dtype),
@@ -181,10 +185,11 @@ def _held(
     )
 
 
-def _keeps_gradients_whole(config: Config) -> bool:
-    """Whether gradients stay whole until the step although the stage could shard them before."""
+def _keeps_gradients_whole(config: Config, plan: BatchPlan) -> bool:
+    """Whether gradients stay whole until the step although the stage could shard them before: the runner of a schedule
+    holds them over its micro-batches, and with compression they are sent once."""
     told = config.zero.shard_between_micro_batches is False
-    return config.zero.stage >= 2 and (told or config.comm.compression != "none")
+    return config.zero.stage >= 2 and (told or plan.accumulation > 1 or config.comm.compression != "none")
 
 
 def _shape(shape: TransformerConfig) -> str:

@@ -1,0 +1,57 @@
+"""The lines over a run and of a dry run: what is held, and how it is shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.layout import layout_of
+from shardweave.launcher.overview import Overview
+from shardweave.launcher.problems import ConfigError
+from shardweave.launcher.reading import load_config
+
+DATASET = Dataset(np.zeros(8 * 40 + 1, np.uint8), 8, 40, 0, "zeros")
+
+
+def overview_of(*overrides: str) -> Overview:
+    small = ["model.sequence=8", "model.vocab=256", "batch.global=16", "parallel.data=4", *overrides]
+    config = load_config(None, small)
+    return Overview.of(config, layout_of(config), DATASET)
+
+
+def memory_line(*overrides: str) -> str:
+    return dict(overview_of(*overrides).header())["memory"]
+
+
+def test_what_each_stage_holds() -> None:
+    """826,368 parameters in fp32 over four ranks; the gradients of several micro-batches are held whole."""
+    parameters, part = "3.15 MiB", "807 KiB"
+    once, several = "batch.micro=4", "batch.micro=2"
+    for stage, first, gradients, states in (
+        (0, parameters, parameters, "6.3 MiB"),
+        (1, parameters, parameters, "1.58 MiB"),
+        (2, parameters, part, "1.58 MiB"),
+        (3, "2.43 MiB with 1.64 MiB gathered at a time", part, "1.58 MiB"),
+    ):
+        line = memory_line(f"zero.stage={stage}", once)
+        assert f"(parameters {first}, gradients {gradients}, optimizer {states}, activations" in line
+        line = memory_line(f"zero.stage={stage}", several)
+        assert f"(parameters {first}, gradients {parameters}, optimizer {states}, activations" in line
+
+
+def test_what_is_gathered_follows_the_settings() -> None:
+    stage = ("zero.stage=3", "batch.micro=4")
+    assert "with 904 KiB gathered at a time" in memory_line(*stage, "zero.prefetch=0")
+    assert "with 3.15 MiB gathered at a time" in memory_line(*stage, "zero.keep_gathered=1000000")
+    assert "with 1.14 MiB gathered at a time" in memory_line(*stage, "zero.max_live_parameters=300000")
+    assert "gathered" not in memory_line(*stage, "zero.replicas=4")  # each rank has a copy of its own
+    with pytest.raises(ConfigError, match=r"`zero.max_live_parameters: 200000` is less than the 231552"):
+        overview_of(*stage, "zero.max_live_parameters=200000")
+
+
+def test_every_stage_of_a_pipeline_has_its_own() -> None:
+    lines = [
+        text for _, text in overview_of("zero.stage=3", "parallel.data=2", "parallel.pipeline=2").details()
+    ]
+    assert sum(" gathered at a time, gradients " in line for line in lines) == 2
