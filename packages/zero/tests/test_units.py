@@ -88,3 +88,20 @@ def test_every_parameter_once_and_padding_below_the_number_of_shards(seed: int) 
         assert {members[slot.index].key for slot in plan.slots} == {plan.key}
         assert [slot.start for slot in plan.slots][1:] == [slot.stop for slot in plan.slots][:-1]
         assert sum(end - start for start, end in (plan.shard_range(p) for p in range(shards))) == plan.length
+
+
+def test_what_does_not_fill_a_unit_comes_first_in_forward_order() -> None:
+    """It is launched last, and hidden by nothing."""
+    members = [member(i, 2) for i in range(5)]
+    assert draw(plan_units(members, shards=1, bucket_bytes=4 * 4)) == ["aa", "bbcc", "ddee"]
+
+
+@pytest.mark.parametrize("mib, units", [(1, 1), (16, 2), (320, 16), (1024, 41)])
+def test_units_are_a_sixteenth_between_8_and_25_mib(mib: int, units: int) -> None:
+    quarters = [member(i, 2**16) for i in range(4 * mib)]
+    others = [member(4 * mib, 2**22, replace(KEY, partial=(TP,)))]
+    plans = plan_units(quarters + others, shards=2, bucket_bytes=None)
+    assert len(plans) == units + 1
+    assert plans == plan_units(quarters + others, shards=2, bucket_bytes=None)
+    alone = plan_units(others, shards=2, bucket_bytes=None)
+    assert plans[-1] == alone[0], "copies of a unit are cut alike whatever is beside them"

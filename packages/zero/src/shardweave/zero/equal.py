@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardweave.comm import Axis, broadcast
 
 from .layout import check_agreement, known_name, unit_key
-from .units import Member, UnitPlan, partial_axes, plan_units
+from .units import Member, UnitPlan, bucket_bytes, partial_axes, plan_units
 
 __all__ = ["persistent_buffers", "start_equal"]
 
@@ -31,7 +31,12 @@ def persistent_buffers(module: nn.Module | None) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def start_equal(
-    tensors: Sequence[Tensor], names: Sequence[str], data: Axis, *, bucket_mb: float, device: torch.device
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    data: Axis,
+    *,
+    bucket_mb: float | None,
+    device: torch.device,
 ) -> None:
     """Gives ``tensors`` the first rank's values, in place; collective over the data and partial axes.
 
@@ -42,7 +47,7 @@ def start_equal(
         Member(index, tuple(tensor.shape), unit_key(tensor, data), known_name(name))
         for index, (tensor, name) in enumerate(zip(tensors, names, strict=True))
     ]
-    plans = plan_units(members, shards=1, bucket_bytes=max(1, int(bucket_mb * 2**20)))
+    plans = plan_units(members, shards=1, bucket_bytes=bucket_bytes(bucket_mb))
     check_agreement(
         plans, names, "not trained", data=data, device=device, what="frozen parameters or buffers"
     )

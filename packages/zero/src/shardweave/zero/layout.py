@@ -14,7 +14,7 @@ from shardweave.comm import Axis, Sharding, all_gather, sharding_of
 
 from .flat import memory_runs
 from .groups import is_place
-from .units import Member, UnitKey, UnitPlan, partial_axes, plan_units
+from .units import Member, UnitKey, UnitPlan, bucket_bytes, partial_axes, plan_units
 
 __all__ = ["check_agreement", "check_parameters", "check_records", "known_name", "plan", "unit_key"]
 
@@ -78,7 +78,7 @@ def plan(
     *,
     data: Axis,
     shards: int,
-    bucket_mb: float,
+    bucket_mb: float | None,
     groups: Sequence[int] | None = None,
     device: torch.device | None = None,
     whole: bool = False,
@@ -97,8 +97,8 @@ def plan(
             key = replace(key, device=device)
         group = 0 if groups is None or key.tied is not None else groups[index]
         members.append(Member(index, tuple(parameter.shape), key, known_name(name), group, run))
-    bucket_bytes = max(1, int(bucket_mb * 2**20)) if groups is None else sys.maxsize
-    return plan_units(members, shards=shards, bucket_bytes=bucket_bytes, whole=whole)
+    capacity = bucket_bytes(bucket_mb) if groups is None else sys.maxsize
+    return plan_units(members, shards=shards, bucket_bytes=capacity, whole=whole)
 
 
 def unit_key(parameter: Tensor, data: Axis) -> UnitKey:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["ModuleUnit", "UnitChoice", "module_units", "unit_numbers"]
+__all__ = ["ModuleUnit", "UnitChoice", "module_limit", "module_units", "unit_numbers"]
 
 UnitChoice = Sequence[type[nn.Module] | str | nn.Module]
 """Modules that are units: by class, by name in the tree, or themselves."""
@@ -40,6 +40,11 @@ class ModuleUnit:
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     """In registration order."""
+
+
+def module_limit(bucket_mb: float | None) -> int:
+    """For :func:`module_units`: as many elements as ``bucket_mb`` MiB of fp32 hold; by default 25 MiB."""
+    return int((25 if bucket_mb is None else bucket_mb) * 2**20) // 4
 
 
 def module_units(

@@ -58,7 +58,7 @@ from .groups import in_words, listed, parameter_names
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
 from .materialize import Initialize, Materializer
-from .module_units import ModuleUnit, UnitChoice, module_units, unit_numbers
+from .module_units import ModuleUnit, UnitChoice, module_limit, module_units, unit_numbers
 from .norm import Local, NormRanges, Summary, clip_coefficient, describe_broken
 from .offload import Offload
 from .options import Gathering, Options
@@ -96,7 +96,8 @@ class ZeroOptimizer(Optimizer):
     ``data``: the axis to reduce over and to shard over (``mesh.data``). ``model``: the axis over which the
     model itself is spread (``mesh.model``); needed when parameters carry sharding records.
     ``stage``: 0 to 3, see the module's table. ``clip``: largest global gradient norm, as
-    ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters.
+    ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters; ``None``: a
+    sixteenth of them, between 8 and 25.
     ``shard_between_micro_batches``: from stage 2 on, whether :meth:`accumulate` reduces each micro-batch and keeps
     only the shard (default: yes). ``False`` keeps whole gradients until the last one: as much memory as
     stage 1 while accumulating, and the bytes of one reduction a step. A pipeline that holds gradients over
@@ -148,7 +149,7 @@ class ZeroOptimizer(Optimizer):
         clip: float | None = None,
         precision: MixedPrecision | None = None,
         offload: Offload = Offload.NONE,
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         shard_between_micro_batches: bool | None = None,
         nonfinite: str = "skip",
         reduction: str = "mean",
@@ -540,9 +541,7 @@ class ZeroOptimizer(Optimizer):
     def _build(self, arguments: dict[str, Any]) -> None:
         every = [*self._trained, *self._frozen]
         names = [self._names[id(parameter)] for parameter in every]
-        check_parameters(
-            every, names, self._data, self._model, meta=self.stage == 3, whole=self._whole
-        )
+        check_parameters(every, names, self._data, self._model, meta=self.stage == 3, whole=self._whole)
         if every:
             masters = self._options.precision.resolve(every[0].dtype).masters
             groups = [group for group in self.param_groups if group["params"]]
@@ -667,7 +666,7 @@ class ZeroOptimizer(Optimizer):
         """What stage 3 gathers together; nothing where nothing is sharded."""
         if not self._shards_parameters:
             return []
-        limit = int(self._options.bucket_mb * 2**20) // 4
+        limit = module_limit(self._options.bucket_mb)
         return module_units(self._modules, self._trained, limit=limit, choice=self._unit_choice)
 
     def _materializer(self) -> Materializer | None:

@@ -49,7 +49,7 @@ class Options:
     clip: float | None
     precision: MixedPrecision
     offload: Offload
-    bucket_mb: float
+    bucket_mb: float | None
     shard_between_micro_batches: bool | None
     nonfinite: str
     reduction: str
@@ -72,8 +72,10 @@ class Options:
             raise ValueError(f"offload={self.offload!r}: give a member of Offload, e.g. Offload.NONE")
         if self.offload is not Offload.NONE:
             raise ValueError(f"offload=Offload.{self.offload.name} is not built yet; use Offload.NONE")
-        if not (self.bucket_mb > 0 and math.isfinite(self.bucket_mb)):
-            raise ValueError(f"bucket_mb={self.bucket_mb!r}: give a size in MiB above 0")
+        if self.bucket_mb is not None and not (self.bucket_mb > 0 and math.isfinite(self.bucket_mb)):
+            raise ValueError(
+                f"bucket_mb={self.bucket_mb!r}: give a size in MiB above 0, or None for one by size"
+            )
         if self.shard_between_micro_batches and self.stage < 2:
             raise ValueError(
                 f"shard_between_micro_batches=True has no effect with stage={self.stage}, which keeps gradients "

@@ -9,7 +9,7 @@ from torch import nn
 from shardweave.comm import Axis
 
 from .layout import plan
-from .module_units import UnitChoice, module_units, unit_numbers
+from .module_units import UnitChoice, module_limit, module_units, unit_numbers
 
 __all__ = ["GatheredUnit", "plan_gathering"]
 
@@ -27,7 +27,7 @@ class GatheredUnit:
 
 
 def plan_gathering(
-    module: nn.Module, *, shards: int, bucket_mb: float = 25, units: UnitChoice | None = None
+    module: nn.Module, *, shards: int, bucket_mb: float | None = None, units: UnitChoice | None = None
 ) -> tuple[GatheredUnit, ...]:
     """The units that ``ZeroOptimizer(stage=3, module=module)`` makes of a module, in forward order.
 
@@ -40,7 +40,7 @@ def plan_gathering(
         (name, parameter) for name, parameter in module.named_parameters() if parameter.is_floating_point()
     ]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
-    parts = module_units([module], parameters, limit=int(bucket_mb * 2**20) // 4, choice=units)
+    parts = module_units([module], parameters, limit=module_limit(bucket_mb), choice=units)
     home = {id(parameter): part for part in parts for parameter in part.parameters}
     plans = plan(
         parameters,

@@ -17,6 +17,13 @@ of a fused product) still does; only the unit's end is padded, to a multiple of 
     mixed units the copies would sit at other offsets on each rank, and finished numbers would be added to
     unfinished ones without an error.
 
+[Note: Sizes of units]
+    A reduction starts when its unit's last gradient is there, so the last unit's is hidden by nothing: units should be
+    small parts of all. But each takes its round trips, an optimizer's step and a gather, together one or two
+    milliseconds of a processor here: 5.3 M parameters in 15 units instead of 3 take 1.07 times the time on a fast link
+    (``packages/zero/benchmarks/steps.py``). So they are a sixteenth, but no less than 8 MiB and no more than 25. What
+    shares units counts, not the rank's whole model: ranks that hold copies of a unit have other parameters beside it.
+
 [Note: Whole tensors]
     Some optimizers compute with a parameter's rows or its norm (Muon, Adafactor, trust ratios), which half of it does
     not tell. For them a parameter, or a run of them, is one rank's as a whole: in each unit the parameters are sorted
@@ -32,14 +39,18 @@ of a fused product) still does; only the unit's end is padded, to a multiple of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardweave.comm import Axis, FlatLayout
 
-__all__ = ["Member", "Slot", "UnitKey", "UnitPlan", "partial_axes", "plan_units"]
+_LEAST, _MOST = 8 << 20, 25 << 20
+"""Bytes. See [Note: Sizes of units]."""
+
+__all__ = ["Member", "Slot", "UnitKey", "UnitPlan", "bucket_bytes", "partial_axes", "plan_units"]
 
 
 @dataclass(frozen=True)
@@ -133,13 +144,13 @@ class UnitPlan:
 
 
 def plan_units(
-    members: Sequence[Member], *, shards: int, bucket_bytes: int, whole: bool = False
+    members: Sequence[Member], *, shards: int, bucket_bytes: int | None, whole: bool = False
 ) -> tuple[UnitPlan, ...]:
     """Lays the members out in units of at most ``bucket_bytes``, in order of their first parameter.
 
-    A parameter (or a run of parameters that has to stay together) larger than that is a unit of its own.
-    ``shards``: the number of equal parts each unit is cut into. ``whole``: no parameter is cut, see
-    [Note: Whole tensors].
+    A parameter (or a run of parameters that has to stay together) larger than that is a unit of its own. ``None``: see
+    [Note: Sizes of units]. ``shards``: the number of equal parts each unit is cut into. ``whole``: no parameter is cut,
+    see [Note: Whole tensors].
     """
     streams: dict[tuple[UnitKey, int], list[Member]] = {}
     for member in members:
@@ -149,14 +160,8 @@ def plan_units(
         if key.tied is not None and all(member.name for member in stream):
             # The copies may be registered in another order on the other stages; their names are the same.
             stream.sort(key=lambda member: member.name)
-        capacity = bucket_bytes // key.dtype.itemsize
-        current: list[_Run] = []
-        for run in _runs(stream):
-            if current and sum(map(_total, current)) + _total(run) > capacity:
-                units.append(current)
-                current = []
-            current.append(run)
-        units.append(current)
+        bytes_ = _default_bytes(stream) if bucket_bytes is None else bucket_bytes
+        units += _fill(_runs(stream), bytes_ // key.dtype.itemsize)
     plans = (
         _lay_out_whole(units, shards) if whole and shards > 1 else [_lay_out(unit, shards) for unit in units]
     )
@@ -183,6 +188,32 @@ def _runs(stream: Sequence[Member]) -> list[_Run]:
         run = ("alone", member.index) if member.run is None else ("run", member.run[0])
         runs.setdefault(run, []).append(member)
     return [sorted(run, key=lambda member: member.run or (0, 0)) for run in runs.values()]
+
+
+def bucket_bytes(bucket_mb: float | None) -> int | None:
+    """For :func:`plan_units`, of a size in MiB."""
+    return None if bucket_mb is None else max(1, int(bucket_mb * 2**20))
+
+
+def _fill(runs: Sequence[_Run], capacity: int) -> Iterator[list[_Run]]:
+    """The runs of each unit. Filled from the last parameter on, as gradients come: what does not fill a unit is in the
+    one that is launched last, behind which no backward pass is left to hide it."""
+    unit: deque[_Run] = deque()
+    filled = 0
+    for run in reversed(runs):
+        if unit and filled + _total(run) > capacity:
+            yield list(unit)
+            unit.clear()
+            filled = 0
+        unit.appendleft(run)
+        filled += _total(run)
+    yield list(unit)
+
+
+def _default_bytes(stream: Sequence[Member]) -> int:
+    """See [Note: Sizes of units]."""
+    sixteenth = _total(stream) * stream[0].key.dtype.itemsize // 16
+    return min(max(sixteenth, _LEAST), _MOST)
 
 
 def _total(members: Sequence[Member]) -> int:
