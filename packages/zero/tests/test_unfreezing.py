@@ -88,7 +88,7 @@ def test_units_stay_in_forward_order_and_wait_for_what_is_trained_only() -> None
         layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
         layers[1].requires_grad_(False)
         optimizer = make_optimizer(
-            layers, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=200 / 2**20
+            layers, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=160 / 2**20
         )
         every = [f"{number}.weight" for number in range(4)]
         assert names(optimizer) == ([every[0], *every[2:]] if stage == 2 else every)
