@@ -10,10 +10,17 @@ The first step after another way is not counted: it finds the caches full of tha
 in each round, and of the rounds the median counts. ``cpu`` is the processor time of a rank's process, all its threads:
 the figure that other processes disturb least; what the kernel does for messages in interrupts is not in it.
 Bytes are those of the ranks' loopback device, in a network of their own: all ranks together, headers included.
+
+[Note: Freed memory is kept]
+    glibc gives memory back to the kernel when what lies on top of the heap is freed, and page by page gets it anew,
+    zeroed. Whether that happens depends on what happens to lie there: one and the same way took 0 or 10 000 page faults
+    a step (some 8 ms) from run to run, plain PyTorch without any communication too. So here the allocator keeps what is
+    freed, for all ways alike; what each of them needs is in ``memory``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +30,10 @@ from pathlib import Path
 
 from shardweave.comm import Mesh, barrier
 from shardweave.comm.testing.hosts import Hosts, hosts_unavailable
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT, _LARGEST = 2**31 - 1, 2**25
+"""Bytes on top of the heap that are kept, and up to which memory comes from the heap: what glibc allows at most."""
 
 __all__ = ["Found", "Turns", "combined", "in_turns", "network"]
 
@@ -85,6 +96,10 @@ def in_turns(
 
     ``counts``: whether the ranks run in a :func:`network` of their own.
     """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # See [Note: Freed memory is kept]
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
     for way in ways.values():
         for _ in range(turns.warm_up):
             way()

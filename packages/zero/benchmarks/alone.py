@@ -1,7 +1,7 @@
 """Own overhead: training on one rank with ZeroOptimizer, over plain fused AdamW and ``clip_grad_norm_``.
 
 No process group, no bytes: what is left is what our hooks, buffers and bookkeeping take. The same GPT as in
-``steps``, 4 sequences a step, fp32, in turns.
+``steps``, 8 sequences a step, fp32, in turns.
 
     python -m packages.zero.benchmarks.alone [--rounds 10] [--json FILE]
 """
@@ -20,7 +20,7 @@ from packages.zero.benchmarks._ways import STAGES, Step, Task, not_built, plain,
 from shardweave.comm import Axis, Mesh
 from shardweave.comm.testing import run_ranks
 
-SEQUENCES = 4
+SEQUENCES = 8
 PLAIN = "plain AdamW"
 LIMIT = 1.03
 

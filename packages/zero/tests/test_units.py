@@ -97,7 +97,7 @@ def test_what_does_not_fill_a_unit_comes_first_in_forward_order() -> None:
 
 
 @pytest.mark.parametrize("mib, units", [(1, 1), (16, 2), (320, 16), (1024, 41)])
-def test_units_are_a_sixteenth_between_8_and_25_mib(mib: int, units: int) -> None:
+def test_units_are_a_sixteenth_between_12_and_25_mib(mib: int, units: int) -> None:
     quarters = [member(i, 2**16) for i in range(4 * mib)]
     others = [member(4 * mib, 2**22, replace(KEY, partial=(TP,)))]
     plans = plan_units(quarters + others, shards=2, bucket_bytes=None)

@@ -20,8 +20,8 @@ of a fused product) still does; only the unit's end is padded, to a multiple of 
 [Note: Sizes of units]
     A reduction starts when its unit's last gradient is there, so the last unit's is hidden by nothing: units should be
     small parts of all. But each takes its round trips, an optimizer's step and a gather, together one or two
-    milliseconds of a processor here: 5.3 M parameters in 15 units instead of 3 take 1.07 times the time on a fast link
-    (``packages/zero/benchmarks/steps.py``). So they are a sixteenth, but no less than 8 MiB and no more than 25. What
+    milliseconds of a processor here: 5.3 M parameters in 15 units instead of 2 take 1.07 times the time on a fast link
+    (``packages/zero/benchmarks/steps.py``). So they are a sixteenth, but no less than 12 MiB and no more than 25. What
     shares units counts, not the rank's whole model: ranks that hold copies of a unit have other parameters beside it.
 
 [Note: Whole tensors]
@@ -47,7 +47,7 @@ import torch
 
 from shardweave.comm import Axis, FlatLayout
 
-_LEAST, _MOST = 8 << 20, 25 << 20
+_LEAST, _MOST = 12 << 20, 25 << 20
 """Bytes. See [Note: Sizes of units]."""
 
 __all__ = ["Member", "Slot", "UnitKey", "UnitPlan", "bucket_bytes", "partial_axes", "plan_units"]

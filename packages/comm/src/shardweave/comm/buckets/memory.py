@@ -29,6 +29,9 @@ from .layout import FlatLayout
 
 __all__ = ["BucketMemory"]
 
+_quietly = torch._C.DisableTorchFunctionSubclass
+"""Gradients of parameters of a class of its own, which looks at all that is done with them, are no use of theirs."""
+
 _SMALL = 1 << 12
 """Elements up to which a gradient is small. See [Note: Copy once, then accumulate in place]."""
 
@@ -76,12 +79,14 @@ class BucketMemory:
     @property
     def filled(self) -> set[int]:
         """Slots whose parameter has a gradient now, in the buffer or not."""
-        return {slot for slot, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        with _quietly():
+            return {slot for slot, parameter in enumerate(self.parameters) if parameter.grad is not None}
 
     @property
     def waiting(self) -> bool:
         """Whether there is a gradient here that was not handed over yet."""
-        return bool(self.arrived) or any(parameter.grad is not None for parameter in self.parameters)
+        with _quietly():
+            return bool(self.arrived) or any(parameter.grad is not None for parameter in self.parameters)
 
     def adopt(self, slot: int, *, final: bool = False) -> None:
         """Moves the parameter's ``.grad`` into the buffer, unless it is there already.
@@ -89,7 +94,8 @@ class BucketMemory:
         ``final``: :meth:`take` follows before more is added to it; then that may as well do it.
         """
         parameter = self.parameters[slot]
-        grad = parameter.grad
+        with _quietly():
+            grad = parameter.grad
         if grad is None:
             self.arrived.discard(slot)
             return
@@ -104,21 +110,23 @@ class BucketMemory:
         view = self._open()[slot]
         if grad is not view:
             view.copy_(grad.detach())
-            parameter.grad = view
+            with _quietly():
+                parameter.grad = view
 
     def take(self) -> Tensor:
         """Hands the whole buffer over: zeros where nothing arrived; every ``.grad`` is ``None`` afterwards."""
         views = self._open()
         missing, places, apart = [], [], []
-        for parameter, view in zip(self.parameters, views, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                missing.append(view)
-                continue
-            if grad is not view:
-                places.append(view)
-                apart.append(grad.detach())
-            parameter.grad = None
+        with _quietly():
+            for parameter, view in zip(self.parameters, views, strict=True):
+                grad = parameter.grad
+                if grad is None:
+                    missing.append(view)
+                    continue
+                if grad is not view:
+                    places.append(view)
+                    apart.append(grad.detach())
+                parameter.grad = None
         if missing:
             torch._foreach_zero_(missing)
         if apart:
@@ -138,8 +146,9 @@ class BucketMemory:
         forgets these before.
         """
         self._buffer, self._views = self._opened(buffer)
-        for parameter, view, is_there in zip(self.parameters, self._views, present, strict=True):
-            parameter.grad = view if is_there else None
+        with _quietly():
+            for parameter, view, is_there in zip(self.parameters, self._views, present, strict=True):
+                parameter.grad = view if is_there else None
 
     def give_back(self, buffer: Tensor) -> None:
         """The buffer is not read any more."""
@@ -149,8 +158,9 @@ class BucketMemory:
 
     def clear(self) -> None:
         """Forgets what arrived."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        with _quietly():
+            for parameter in self.parameters:
+                parameter.grad = None
         self.arrived.clear()
         if self._buffer is not None:
             self._lent = _Opened(self._buffer, self._views)
