@@ -150,11 +150,21 @@ def _gradients_are_sharded_from_stage_two_on(between: object, stage: int) -> boo
     return stage >= 2 or between == "auto"
 
 
-def _parameters_are_gathered_at_stage_three(
-    prefetch: object, live: object, kept: object, stage: int, data: int, replicas: int
-) -> bool:
-    """By several ranks of a copy, or there is nothing to gather."""
-    return (stage == 3 and data > replicas) or {prefetch, live, kept} == {"auto"}
+def _are_gathered(stage: int, data: int, replicas: int) -> bool:
+    """Whether there are parameters to gather: several ranks share those of a copy."""
+    return stage == 3 and data > replicas
+
+
+def _what_is_gathered_is_prefetched(prefetch: object, stage: int, data: int, replicas: int) -> bool:
+    return prefetch == "auto" or _are_gathered(stage, data, replicas)
+
+
+def _what_is_gathered_is_bounded(live: object, stage: int, data: int, replicas: int) -> bool:
+    return live == "auto" or _are_gathered(stage, data, replicas)
+
+
+def _what_is_gathered_is_kept(kept: object, stage: int, data: int, replicas: int) -> bool:
+    return kept == "auto" or _are_gathered(stage, data, replicas)
 
 
 def _copies_are_of_shards(replicas: int, data: int, stage: int) -> bool:
@@ -202,7 +212,9 @@ RULES: tuple[Rule, ...] = (
     _a_sequence_is_shared_by_tensor_ranks,
     _a_schedule_is_for_stages,
     _gradients_are_sharded_from_stage_two_on,
-    _parameters_are_gathered_at_stage_three,
+    _what_is_gathered_is_prefetched,
+    _what_is_gathered_is_bounded,
+    _what_is_gathered_is_kept,
     _copies_are_of_shards,
     _nodes_have_equally_many_ranks,
     _levels_are_for_several_nodes,
