@@ -122,7 +122,7 @@ def _redundancy(task: Task, axis: Axis) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if task.bf16:
-        raise NotImplementedError("ZeroRedundancyOptimizer has no fp32 masters")
+        raise ValueError("ZeroRedundancyOptimizer has no fp32 masters: leave it out in bf16")
     module = nn.parallel.DistributedDataParallel(_module(task), process_group=axis.group)
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), torch.optim.AdamW, process_group=axis.group, lr=RATE, fused=True

@@ -104,9 +104,7 @@ def test_a_compiled_module() -> None:
         call: Any = net
         if before:
             call = torch.compile(net, backend="aot_eager")
-        optimizer = make_optimizer(
-            net, torch.optim.AdamW, stage=stage, data=axis, lr=0.01, bucket_mb=SMALL
-        )
+        optimizer = make_optimizer(net, torch.optim.AdamW, stage=stage, data=axis, lr=0.01, bucket_mb=SMALL)
         if not before:
             net.compile(backend="aot_eager")
         train(net, call, optimizer, axis, micros=2)

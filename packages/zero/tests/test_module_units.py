@@ -97,5 +97,8 @@ def test_several_roots_and_parameters_elsewhere() -> None:
 
 def test_only_the_parameters_that_are_given() -> None:
     net = Net()
-    assert units(net, parameters=[net.norm.weight, *net.embedding.parameters()]) == {"embedding": 2000, "": 10}
+    assert units(net, parameters=[net.norm.weight, *net.embedding.parameters()]) == {
+        "embedding": 2000,
+        "": 10,
+    }
     assert units(net, parameters=[]) == {}

@@ -116,6 +116,8 @@ class GatheredParameters(FlatParameters):
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the buffer."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False  # it has no memory of its own to ask for
         return bool(tensor.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata)
 
     def _keep_writes(self) -> None:

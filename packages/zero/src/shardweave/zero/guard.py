@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GuardedParameter", "Resident", "guard", "unguard", "watch_outputs"]
+__all__ = ["GuardedParameter", "Resident", "guard", "resident_of", "unguard", "watch_outputs"]
 
 _ATTRIBUTE = "_shardweave_resident"
 
@@ -46,6 +46,10 @@ class Resident(Protocol):
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the same memory."""
+        ...
+
+    def end(self) -> None:
+        """All parameters that are gathered together with this one are whole from now on, and plain; collective."""
         ...
 
 
@@ -100,6 +104,14 @@ def guard(parameter: nn.Parameter, resident: Resident) -> None:
     """From now on ``resident`` is asked before anybody uses the parameter's values."""
     setattr(parameter, _ATTRIBUTE, weakref.ref(resident))
     parameter.__class__ = GuardedParameter
+
+
+def resident_of(parameter: nn.Parameter) -> Resident | None:
+    """Whom a guarded parameter belongs to."""
+    if not isinstance(parameter, GuardedParameter):
+        return None
+    found: Resident | None = parameter.__dict__[_ATTRIBUTE]()
+    return found
 
 
 def unguard(parameter: nn.Parameter) -> None:
@@ -174,14 +186,23 @@ _BLIND_NODE = "EmbeddingBackward0"
 ``F.linear`` ends with a view of a product.)"""
 
 
+_SHARES_OUTSIDE = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
+"""What hands the memory itself to others than torch, who would look at it when it is gone. They get a copy."""
+
+
 def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _WITHOUT_VALUES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if func is torch.autograd.grad:
+        # Watching goes on inside: what is asked for are the parameters' places in the graph, not they themselves.
+        return func(*(_as_edges(value) for value in args), **{k: _as_edges(v) for k, v in kwargs.items()})
     residents = _residents(args, kwargs)
     for resident in residents:
         resident.use(residents)
     with torch._C.DisableTorchFunctionSubclass():
+        if func in _SHARES_OUTSIDE:
+            args = (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
         _note_writes(func, args, kwargs)
         for tensor in _tensors(result):
@@ -192,7 +213,7 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 def _watch(tensor: Tensor, resident: Resident) -> None:
     """Has the backward pass through ``tensor`` ask for the unit, and whoever uses it if it is a view."""
-    if isinstance(tensor, GuardedParameter):
+    if isinstance(tensor, (GuardedParameter, _GuardedView)):
         return  # the result of an operation in place
     if type(tensor) is Tensor and resident.shares(tensor):
         tensor.__class__ = (
@@ -221,6 +242,13 @@ def _ask_before(node: torch.autograd.graph.Node, resident: Resident) -> None:
             alive.use_in_backward()
 
     node.register_prehook(ask)
+
+
+def _as_edges(value: Any) -> Any:
+    if isinstance(value, GuardedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(value)
+    return type(value)(_as_edges(item) for item in value) if type(value) in (tuple, list) else value
 
 
 def _note_writes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:

@@ -44,7 +44,8 @@ class ModuleHooks:
         self, roots: Sequence[nn.Module], owned: Mapping[nn.Module, Sequence[Member]], residency: Residency
     ) -> None:
         self._residency = residency
-        self._depth = 0
+        self._running: list[nn.Module] = []
+        """Modules in whose forward we are, the outermost first."""
         self._compiled: list[tuple[int, tuple[Member, ...]]] = []
         """Of compiled modules that run: how many modules are around them, and what is in them."""
         self._handles: list[Any] = []
@@ -52,8 +53,10 @@ class ModuleHooks:
             members = tuple(owned.get(module, ()))
             is_root = any(module is root for root in roots)
             self._handles += [
-                module.register_forward_pre_hook(self._entering(members), prepend=True),
-                module.register_forward_hook(self._leaving(members, is_root=is_root), always_call=True),
+                module.register_forward_pre_hook(_Hook(self._entering(members)), prepend=True),
+                module.register_forward_hook(
+                    _Hook(self._leaving(members, is_root=is_root)), always_call=True
+                ),
             ]
         self._subscriptions: list[Subscription] = []
         self.listen()
@@ -78,23 +81,26 @@ class ModuleHooks:
     def _entering(self, members: Sequence[Member]) -> Callable[..., None]:
         @_disable_dynamo
         def enter(module: nn.Module, arguments: Any) -> None:
-            self._depth += 1
+            self._running.append(module)
+            depth = len(self._running)
             if not self._compiled and _in_compiled_code():
                 inside = self._inside(module)
-                self._compiled.append((self._depth, inside))
-                self._residency.enter(inside, outermost=self._depth == 1)
+                self._compiled.append((depth, inside))
+                self._residency.enter(inside, outermost=depth == 1)
                 for member in inside:
                     member.unguard()
             else:
-                self._residency.enter(members, outermost=self._depth == 1)
+                self._residency.enter(members, outermost=depth == 1)
 
         return enter
 
     def _leaving(self, members: Sequence[Member], *, is_root: bool) -> Callable[..., None]:
         @_disable_dynamo
         def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
-            last = is_root and self._depth == 1
-            if self._compiled and self._compiled[-1][0] == self._depth:
+            if not self._running or self._running[-1] is not module:
+                return  # another hook failed before it was entered
+            last = is_root and len(self._running) == 1
+            if self._compiled and self._compiled[-1][0] == len(self._running):
                 _, inside = self._compiled.pop()
                 for member in inside:
                     watch_outputs(outputs, member)
@@ -102,7 +108,7 @@ class ModuleHooks:
                 self._residency.leave(inside, last=last)
             else:
                 self._residency.leave(members, last=last)
-            self._depth -= 1
+            self._running.pop()
 
         return leave
 
@@ -113,6 +119,26 @@ class ModuleHooks:
             for member in self._residency.members
             if any(id(parameter) in found for parameter in member.flat.parameters)
         )
+
+
+class _Hook:
+    """A hook of one module: a copy of the module, or what is saved of it, has none."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*arguments: Any) -> None:
+    """What the hooks of a copy do."""
 
 
 def _in_compiled_code() -> bool:

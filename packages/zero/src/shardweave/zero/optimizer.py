@@ -55,6 +55,7 @@ from .compression import (
 from .coverage import Coverage
 from .equal import persistent_buffers, start_equal
 from .groups import in_words, listed, parameter_names
+from .guard import resident_of
 from .layout import check_parameters, check_records
 from .loss_scale import LossScale, Scaler
 from .materialize import Initialize, Materializer
@@ -307,6 +308,8 @@ class ZeroOptimizer(Optimizer):
         for unit, present in had.items():
             unit.present = set() if set_to_none else present
         self._unfreezing.drop_gradients()
+        if self._gathered is not None:
+            self._gathered.residency.let_go()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -683,6 +686,9 @@ class ZeroOptimizer(Optimizer):
                 previous._reducer.order.detach()
                 if previous._gathered is not None:
                     previous._gathered.detach()
+            former = resident_of(parameter)  # of an optimizer that is gone
+            if former is not None:
+                former.end()
             setattr(parameter, _OWNER, weakref.ref(self))
 
     # -- the step's parts ------------------------------------------------------------------------------
@@ -783,6 +789,8 @@ class ZeroOptimizer(Optimizer):
             unit.drop_gradient()
             unit.present = set()
         self._unfreezing.drop_gradients()
+        if self._gathered is not None:
+            self._gathered.residency.let_go()
 
     def _publish(self) -> None:
         for unit in self._units:

@@ -16,11 +16,15 @@ unit that is needed would go beyond ``max_live_parameters``, idle ones are relea
     Gathering is collective, so all ranks have to begin uses in the same order; that order may change from step to step.
     What is gathered ahead, kept and released follows from the order alone. A use that does not follow the one before as
     it did last time is agreed on first (``same_order.py``): any difference between ranks begins with one.
+
+[Note: Gradients of gradients]
+    With ``create_graph`` the backward pass is recorded, and nobody watches over the nodes that it makes. So what such a
+    pass reads stays gathered until the step, or until gradients are forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -64,6 +68,8 @@ class Member:
         self.trained = 0
         """How many there are to be."""
         self.used_at = 0
+        self.held = False
+        """Whether a graph of gradients may read it, until the step. See [Note: Gradients of gradients]."""
         self._residency = residency
 
     @property
@@ -74,7 +80,7 @@ class Member:
     @property
     def in_use(self) -> bool:
         """Whether its values are there and have to stay."""
-        return self.users > 0 or self.task is not None
+        return self.users > 0 or self.task is not None or self.held
 
     @property
     def owed(self) -> bool:
@@ -88,6 +94,7 @@ class Member:
 
     def use_in_backward(self) -> None:
         """See :class:`~.guard.Resident`."""
+        self.held = self.held or torch.is_grad_enabled()
         if self.task is None:
             self._residency.use_in_backward(self)
 
@@ -100,6 +107,10 @@ class Member:
         """Its parameters are plain ones, while they are gathered."""
         for parameter in self.flat.parameters:
             unguard(parameter)
+
+    def end(self) -> None:
+        """See :class:`~.guard.Resident`."""
+        self._residency.end()
 
     def touch(self) -> None:
         """See :class:`~.guard.Resident`."""
@@ -143,6 +154,8 @@ class Residency:
         """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
         self._parted = False
+        self.on_end: Callable[[], None] = lambda: None
+        """Called by :meth:`end`."""
         for member in self.members:
             member.guard()
         self.gather_persistent()
@@ -230,13 +243,20 @@ class Residency:
     def forget(self) -> None:
         """Other values are in the shards now: everything is released, but what a context has, which gets them."""
         for member in self.members:
-            member.task = None
+            member.task, member.held = None, False
             member.arrived.clear()
         self._kept.clear()
         self.release_idle(persistent=True)
         for member in self.members:
             if member.flat.live:  # inside a context
                 member.flat.gather_again()
+
+    def let_go(self) -> None:
+        """There are no graphs of gradients any more."""
+        for member in self.members:
+            if member.held:
+                member.held = False
+                self._release(member)
 
     def gather_persistent(self) -> None:
         """Gathers the units that are always there; collective."""
@@ -257,7 +277,8 @@ class Residency:
                 self._release(member)
 
     def end(self) -> None:
-        """Everything is gathered for good, and parameters are plain ones; collective."""
+        """Everything is gathered for good, parameters are plain ones, and no module tells any more; collective."""
+        self.on_end()
         for member in self.members:
             self._start(member)
         for member in self.members:
@@ -379,7 +400,7 @@ class Residency:
             self._begin_arrivals(member, task)
             with torch._C.DisableTorchFunctionSubclass():
                 member.trained = sum(parameter.requires_grad for parameter in member.flat.parameters)
-            if not member.users:
+            if not member.users and not (member.held and member.flat.whole):
                 self._require(member)
             if task not in self._tasks:
                 self._tasks.add(task)

@@ -55,6 +55,7 @@ class GatheredUnits:
             for module in dict.fromkeys(part.module for part in of_unit.values()):
                 owned.setdefault(module, []).append(member)
         self._hooks = ModuleHooks(roots, owned, self.residency)
+        self.residency.on_end = self._hooks.detach
         self._of_parameter = {
             id(parameter): member for member in self.residency.members for parameter in member.flat.parameters
         }
@@ -84,7 +85,6 @@ class GatheredUnits:
 
     def detach(self) -> None:
         """Everything is gathered and stays; nobody watches any more. Collective."""
-        self._hooks.detach()
         self.residency.end()
 
 
