@@ -36,7 +36,8 @@ def test_b050_a_thousand_micro_batches_are_all_counted(accumulate: bool) -> None
     for axis in (Axis.single("data"), Mesh(dp=2).data):
         for stage in STAGES:
             weights = nn.ParameterList([torch.zeros(3, dtype=BF16)])
-            optimizer = make_optimizer(weights, torch.optim.SGD, data=axis, stage=stage, lr=1.0)
+            kept = {"keep_gathered": 100} if stage == 3 else {}
+            optimizer = make_optimizer(weights, torch.optim.SGD, data=axis, stage=stage, lr=1.0, **kept)
             for micro in range(1024 if stage < 2 else 300):
                 last = micro == 1023
                 with nullcontext() if last or not accumulate else optimizer.accumulate():
