@@ -93,17 +93,15 @@ def rows(found: Mapping[str, Found], *, limited: bool, two_in_fp32: bool) -> lis
     """The table; ``limited``: whether something is asked of the figures."""
     table: list[dict[str, Value]] = []
     ddp = found[DDP]
-    fastest = min(
-        (found[name] for name in GATHERING if name in found), key=lambda one: one.wall_ms, default=None
-    )
+    gathering = [(name, found[name]) for name in GATHERING if name in found]
+    fastest = min(gathering, key=lambda of: of[1].wall_over(ddp), default=None)
     for name, one in found.items():
         limits = []
         if limited and name in TIME:
             limits.append(f"time {verdict(one.wall_over(ddp), TIME[name])}")
         if limited and name == "ours 3" and fastest is not None:
-            limits.append(
-                f"time over the faster of {', '.join(GATHERING)} {verdict(one.wall_over(fastest), 0.85)}"
-            )
+            ratio = one.wall_over(fastest[1])
+            limits.append(f"time {ratio:.2f} of {fastest[0]}'s {verdict(ratio, 0.85)}")
         if limited and name == "ours 3" and two_in_fp32:
             limits.append(f"MB {verdict(one.sent / 1e6, MOVED_BY_STAGE_3)}")
         if name in (*TIME, KEPT_WHOLE) and (limited or name == KEPT_WHOLE):
