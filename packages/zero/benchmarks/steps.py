@@ -13,6 +13,7 @@ ranks' own); everything else does not.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ GATHERING = ("FSDP2", "FSDP2, kept after forward", "DeepSpeed 3")
 MOVED_BY_STAGE_3 = 63.7
 """MB a step over two ranks in fp32, at most."""
 KEPT_WHOLE = "ours 2, kept whole"
+KEPT_GATHERED = "ours 3, kept gathered"
 
 
 def asked(micro_batches: int) -> dict[str, Way]:
@@ -44,6 +46,7 @@ def asked(micro_batches: int) -> dict[str, Way]:
     ways = dict(peers())
     for stage in STAGES:
         ways[f"ours {stage}"] = zero(stage)
+    ways[KEPT_GATHERED] = zero(3, keep_gathered=sys.maxsize)
     if micro_batches > 1:
         ways[KEPT_WHOLE] = zero(2, shard_between_micro_batches=False)
     return ways

@@ -69,7 +69,7 @@ def mesh_of(replicas: int, nodes: int) -> Mesh:
 def owed(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, Tensor]:
     """What is still to come of each parameter's mean gradient, from all ranks' residuals."""
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for reduction in compressed_reductions(optimizer._units):
+    for reduction in compressed_reductions(optimizer._holdings.units):
         for piece in reduction.residuals():
             if piece.kind in ("worker", "owner"):
                 share = piece.values / (reduction.axis.size if piece.kind == "worker" else 1)
@@ -135,7 +135,7 @@ def test_residuals_follow_the_loss_scale() -> None:
         optimizer.step()
         if not optimizer.step_skipped:
             given += g
-    [reduction] = compressed_reductions(optimizer._units)
+    [reduction] = compressed_reductions(optimizer._holdings.units)
     [residual] = [piece.values for piece in reduction.residuals()]
     assert optimizer.skipped == 1
     assert optimizer.loss_scale != 8.0
@@ -333,7 +333,7 @@ def test_residuals_are_loaded_in_the_loss_scale_of_the_run(tmp_path: Path) -> No
     save_checkpoint(tmp_path / "scaled", scaled, world=mesh.world)
     plain, _ = optimizer(None)
     load_checkpoint(tmp_path / "scaled", plain, world=mesh.world)
-    [[kept]] = [list(reduction.residuals()) for reduction in compressed_reductions(plain._units)]
+    [[kept]] = [list(reduction.residuals()) for reduction in compressed_reductions(plain._holdings.units)]
     torch.testing.assert_close(kept.values[:48], torch.arange(1.0, 49.0))  # the smallest were not sent
     mesh.close()
 
@@ -367,7 +367,7 @@ def total_owed(optimizer: ZeroOptimizer, mesh: Mesh) -> Tensor:
 
 def summed(optimizer: ZeroOptimizer, mesh: Mesh, op: str) -> dict[str, Tensor]:
     """What is owed, in units of what the optimizer applies."""
-    workers = {reduction.axis.size for reduction in compressed_reductions(optimizer._units)}
+    workers = {reduction.axis.size for reduction in compressed_reductions(optimizer._holdings.units)}
     [factor] = workers if op == "sum" else {1}
     return {name: part * factor for name, part in owed(optimizer, mesh).items()}
 
@@ -380,4 +380,4 @@ def test_one_process_sends_nothing_and_keeps_nothing() -> None:
     (weight * torch.arange(5.0)).sum().backward()
     optimizer.step()
     assert torch.equal(weight.detach(), -torch.arange(5.0))
-    assert compressed_reductions(optimizer._units) == []
+    assert compressed_reductions(optimizer._holdings.units) == []

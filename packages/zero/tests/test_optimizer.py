@@ -277,7 +277,7 @@ def test_a_step_consumes_its_gradients(stage: int) -> None:
         loss_of(net, batch(step, axis.rank)).backward()
         optimizer.step()
         assert all(parameter.grad is None for parameter in net.parameters())
-        assert all(unit.shard.gradient is None for unit in optimizer._units)
+        assert all(unit.shard.gradient is None for unit in optimizer._holdings.units)
     right, _ = one_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 2)
     assert_equal(net, right)
 
@@ -600,6 +600,6 @@ def test_a_step_between_forward_and_backward_is_noticed(stage: int) -> None:
         loss_of(net, batch(0, axis.rank).to(dtype)).backward()
         stale = loss_of(net, batch(1, axis.rank).to(dtype))
         optimizer.step()
-        assert not any(unit.flat.written() for unit in optimizer._units)
+        assert not any(unit.flat.written() for unit in optimizer._holdings.units)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()

@@ -210,7 +210,7 @@ def test_no_copy_of_float32_parameters() -> None:
     """The optimizer updates the memory that the module reads."""
     net = model(dtype=FP32)
     optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, data=Axis.single(), lr=0.1)
-    for unit in optimizer._units:
+    for unit in optimizer._holdings.units:
         for piece in unit.shard.pieces:
             assert piece.values.data_ptr() == piece.parameter.data_ptr()
 

@@ -336,12 +336,12 @@ def test_stage_two_frees_gradients() -> None:
         optimizer = sgd(net, axis, stage)
         with optimizer.accumulate():
             loss_of(net, batch(0, axis.rank)).backward()
-        whole = [unit.local._buffer is not None for unit in optimizer._units]
+        whole = [unit.local._buffer is not None for unit in optimizer._holdings.units]
         assert whole == [kept] * len(whole)
         loss_of(net, batch(0, axis.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for unit in optimizer._units:
+        for unit in optimizer._holdings.units:
             buffers = (
                 unit.local._buffer,
                 unit.local._spare,

@@ -495,7 +495,7 @@ def test_memory_that_others_are_given_and_modules_that_are_saved() -> None:
     copied = copy.deepcopy(net)
     saved = pickle.loads(pickle.dumps(net))  # noqa: S301 # what this test wrote itself
     assert optimizer.live_parameters <= 768
-    optimizer._gathered.residency.release_idle()  # type: ignore[union-attr]
+    optimizer._holdings.gathered.residency.release_idle()  # type: ignore[union-attr]
     for other in (copied, saved):
         other(batch(0, 0))  # on its own parameters
         assert optimizer.live_parameters == 0

@@ -102,7 +102,9 @@ def test_units_stay_in_forward_order_and_wait_for_what_is_trained_only() -> None
                 out = layer(out)
                 if number == 0:
                     out.register_hook(
-                        lambda _, found=launched, at=optimizer: found.append(at._reducer.order._next)
+                        lambda _, found=launched, at=optimizer: found.append(
+                            at._holdings._reducer.order._next
+                        )
                     )
             out.sum().backward()
             assert launched == [1 if step == 0 else 3], "when the backward pass comes to the first layer"
@@ -146,7 +148,7 @@ def test_b070_one_parameter_after_the_other() -> None:
 
 def names(optimizer: ZeroOptimizer) -> list[str]:
     """What each unit begins with."""
-    return [unit.names[0] for unit in optimizer._units]
+    return [unit.names[0] for unit in optimizer._holdings.units]
 
 
 @pytest.mark.ranks(2)

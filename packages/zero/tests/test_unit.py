@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -75,13 +76,13 @@ def measure(
         )
         assert len(optimizer.units) == units
         x = torch.full((COLUMNS,), 0.5 + axis.rank, dtype=parameters)
-        consume = optimizer._consume
+        consume = optimizer._holdings.consume
 
-        def look() -> None:
+        def look(**state: Any) -> None:
             updated.append(live.now())
-            consume()
+            consume(**state)
 
-        with patch.object(optimizer, "_consume", look):
+        with patch.object(optimizer._holdings, "consume", look):
             for _ in range(2):
                 live.peak = 0
                 loss_of(layers, x).backward()
@@ -143,3 +144,26 @@ def test_gradients_after_a_reduction_and_before_the_step_are_added() -> None:
             optimizer.step()
             for weight in weights:
                 torch.testing.assert_close(weight.detach(), -1.5 * scales * (11 if passes == 2 else 111))
+
+
+@pytest.mark.ranks(2)
+def test_reducing_early_costs_nothing_more() -> None:
+    """``finish_reduction`` as often as one likes, then a step: one reduction; a second only for what came since."""
+    for stage in STAGES[1:]:
+        mesh = Mesh(dp=2)
+        weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        optimizer = ZeroOptimizer(
+            [weight], torch.optim.SGD, data=mesh.data, stage=stage, lr=1.0, module=nn.ParameterList([weight])
+        )
+        scales = torch.arange(1.0, 9.0, dtype=torch.float64)
+        for late in (False, True):
+            mesh.ledger.reset()
+            (weight * scales).sum().backward()
+            optimizer.finish_reduction()
+            optimizer.finish_reduction()
+            if late and mesh.data.is_first:  # the other rank cannot know
+                (weight * scales).sum().backward()
+            before = weight.detach().clone()
+            optimizer.step()
+            assert mesh.ledger.total("data", "reduce_scatter").calls == 1 + late
+            torch.testing.assert_close(before - weight.detach(), scales * (1.5 if late else 1.0))

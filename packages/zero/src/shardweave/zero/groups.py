@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardweave.comm import sharding_of
+from shardweave.comm.devices import local_device
 
-__all__ = ["decay_groups", "in_words", "is_place", "listed", "parameter_names"]
+__all__ = ["Given", "decay_groups", "in_words", "is_place", "listed", "parameter_names"]
 
 
 def listed(params: Iterable[Any]) -> list[Any]:
@@ -57,6 +60,41 @@ def decay_groups(
         {"params": decayed, "weight_decay": weight_decay, **settings},
         {"params": others, "weight_decay": 0.0, **settings},
     ]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an optimizer was given, on this rank."""
+
+    parameters: tuple[nn.Parameter, ...]
+    """Of all groups, in their order."""
+    names: Mapping[int, str]
+    """Of each parameter, by ``id``, in the same order."""
+    group_of: Mapping[int, int]
+    """The number of each parameter's group, by ``id``."""
+    num_groups: int
+    modules: tuple[nn.Module, ...]
+    """The trees that the parameters are in, as far as they are known."""
+    device: torch.device
+    """Where units are; of a rank without parameters too, which takes part in what the others decide."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]], modules: Sequence[nn.Module]) -> Given:
+        """From torch's parameter groups."""
+        parameters = tuple(p for group in groups for p in group["params"])
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return cls(
+            parameters,
+            parameter_names(groups, modules),
+            {id(p): number for number, group in enumerate(groups) for p in group["params"]},
+            len(groups),
+            tuple(modules),
+            local_device() if device.type == "meta" else device,
+        )
+
+    def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """In the order of ``parameters``."""
+        return [self.names[id(parameter)] for parameter in parameters]
 
 
 def is_place(name: str) -> bool:

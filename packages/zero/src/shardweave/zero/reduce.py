@@ -11,25 +11,32 @@ from collections.abc import Sequence
 from shardweave.comm import Axis, OrderedReduction
 
 from .unit import Unit
-from .units import partial_axes
+from .units import MOST_BYTES, bucket_bytes, partial_axes
 
 __all__ = ["Reducer"]
 
 _IN_FLIGHT = 2
-"""Reductions on their way at once: each has memory for what it receives, up to a unit's."""
+"""Reductions on their way at once where whole gradients are kept anyway."""
 
 
 class Reducer:
     """Reduces the gradients of the units over the data axis and their partial axes.
 
     ``eager``: inside ``accumulate``, reduce each micro-batch. ``frees``: whole gradients do not outlive the reduction;
-    then one unit is on its way while the gradients of the next arrive, and no more exist.
+    then a bucket, ``bucket_mb`` MiB (``None``: 25), is on its way while the gradients of the next unit arrive: one
+    unit, or several small ones, which would otherwise wait for each other.
     """
 
-    def __init__(self, units: Sequence[Unit], axis: Axis, *, eager: bool, frees: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], axis: Axis, *, eager: bool, frees: bool, bucket_mb: float | None
+    ) -> None:
         self.units = tuple(reversed(units))
+        fit = _fit(units, bucket_bytes(bucket_mb) or MOST_BYTES)
         self.order = OrderedReduction(
-            units, alone=axis.size == 1, eager=eager, in_flight=1 if frees or _widened(units) else _IN_FLIGHT
+            units,
+            alone=axis.size == 1,
+            eager=eager,
+            in_flight=fit if frees or _widened(units) else max(fit, _IN_FLIGHT),
         )
 
     def finish(self) -> None:
@@ -54,6 +61,12 @@ class Reducer:
             for one in pending:
                 if one is not None:
                     one.wait()
+
+
+def _fit(units: Sequence[Unit], size: int) -> int:
+    """How many units' gradients take ``size`` bytes at most; at least one."""
+    largest = max((unit.plan.length * unit.formats.gradients.itemsize for unit in units), default=0)
+    return max(1, size // largest) if largest else 1
 
 
 def _widened(units: Sequence[Unit]) -> bool:

@@ -47,10 +47,19 @@ import torch
 
 from shardweave.comm import Axis, FlatLayout
 
-_LEAST, _MOST = 12 << 20, 25 << 20
+_LEAST, MOST_BYTES = 12 << 20, 25 << 20
 """Bytes. See [Note: Sizes of units]."""
 
-__all__ = ["Member", "Slot", "UnitKey", "UnitPlan", "bucket_bytes", "partial_axes", "plan_units"]
+__all__ = [
+    "MOST_BYTES",
+    "Member",
+    "Slot",
+    "UnitKey",
+    "UnitPlan",
+    "bucket_bytes",
+    "partial_axes",
+    "plan_units",
+]
 
 
 @dataclass(frozen=True)
@@ -213,7 +222,7 @@ def _fill(runs: Sequence[_Run], capacity: int) -> Iterator[list[_Run]]:
 def _default_bytes(stream: Sequence[Member]) -> int:
     """See [Note: Sizes of units]."""
     sixteenth = _total(stream) * stream[0].key.dtype.itemsize // 16
-    return min(max(sixteenth, _LEAST), _MOST)
+    return min(max(sixteenth, _LEAST), MOST_BYTES)
 
 
 def _total(members: Sequence[Member]) -> int:

@@ -148,7 +148,8 @@ class OrderedReduction:
     @property
     def late(self) -> int:
         """Buckets with gradients that the last :meth:`finish` did not include. See [Note: Late gradients]."""
-        return sum(bucket.local.waiting for bucket in self._order)
+        launched = max(self._next, len(self._in_flight))
+        return launched + sum(bucket.local.waiting for bucket in self._order)
 
     @property
     def under_way(self) -> bool:

@@ -1,10 +1,24 @@
-"""Sharded inside a copy, copied across: which part of the data axis holds each element once."""
+"""The axes of one optimizer: what gradients are reduced over, shards are cut over, and the model lies on."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shardweave.comm import Axis
 
-__all__ = ["shard_axis"]
+__all__ = ["Axes", "shard_axis"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What an optimizer is spread over, as this rank sees it."""
+
+    data: Axis
+    """Gradients are reduced over it."""
+    shard: Axis
+    """The part of ``data`` that holds each element once: all of it, or one replica."""
+    model: Axis
+    """The model itself is spread over it: tensor, context, expert and pipeline ranks together."""
 
 
 def shard_axis(data: Axis, shard: Axis | None) -> Axis:
