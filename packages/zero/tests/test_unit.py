@@ -161,9 +161,10 @@ def test_reducing_early_costs_nothing_more() -> None:
             (weight * scales).sum().backward()
             optimizer.finish_reduction()
             optimizer.finish_reduction()
-            if late and mesh.data.is_first:  # the other rank cannot know
+            alone = stage < 3  # at stage 3 parameters are used together
+            if late and (mesh.data.is_first or not alone):  # the other rank cannot know
                 (weight * scales).sum().backward()
             before = weight.detach().clone()
             optimizer.step()
             assert mesh.ledger.total("data", "reduce_scatter").calls == 1 + late
-            torch.testing.assert_close(before - weight.detach(), scales * (1.5 if late else 1.0))
+            torch.testing.assert_close(before - weight.detach(), scales * (1 + late * (0.5 if alone else 1)))
