@@ -245,6 +245,7 @@ def lattice(session: nox.Session) -> None:
     if not session.posargs:
         session.run("python", "-m", "integration_tests.every_layout", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.test_recompute", env=ENVIRONMENT)
+        session.run("python", "-m", "integration_tests.test_checkpoints", env=ENVIRONMENT)
         session.run("python", "-m", "packages.zero.tests.test_matrix", env=ENVIRONMENT)
 
 

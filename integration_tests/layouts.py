@@ -17,7 +17,17 @@ from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Record, train_in_process
 
-__all__ = ["FAMILIES", "Layout", "compare", "layouts", "one_stage_each", "small_run", "train", "train_each"]
+__all__ = [
+    "FAMILIES",
+    "Layout",
+    "compare",
+    "layouts",
+    "one_stage_each",
+    "small_run",
+    "train",
+    "train_each",
+    "tried",
+]
 
 SMALL_RUN: Mapping[str, Any] = {
     # Nothing is a round number that hides a mistake: a vocabulary of 259 over 2, 4 and 8 ranks, fewer KV heads than
@@ -131,6 +141,12 @@ def one_stage_each(chosen: Iterable[Layout]) -> list[Layout]:
     come in fours themselves."""
     rest = dict.fromkeys(replace(layout, stage=0) for layout in chosen)
     return [replace(layout, stage=(number + number // 4) % 4) for number, layout in enumerate(rest)]
+
+
+def tried(ranks: int) -> list[Layout]:
+    """The layouts of so many ranks that the tests try: all; of four each under one stage, of eight every other one."""
+    chosen = list(layouts(ranks))
+    return chosen if ranks < 4 else one_stage_each(chosen)[:: 1 if ranks == 4 else 2]
 
 
 def small_run(layout: Layout | None = None, **settings: Any) -> Config:

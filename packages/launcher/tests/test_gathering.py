@@ -33,13 +33,10 @@ FINE = {"comm.bucket_mb": 0.02}
 """Every matrix is a unit of its own."""
 CASES: tuple[Mapping[str, Any], ...] = (
     {"parallel.data": 4},
-    {"parallel.data": 4, "zero.prefetch": 0},
     {"parallel.data": 4, "zero.prefetch": 2, **FINE},
     {"parallel.data": 4, "zero.keep_gathered": 9000, "zero.prefetch": 0, "model.tie_embeddings": "false"},
     {"parallel.data": 4, "zero.replicas": 2, "model.position": "learned"},
-    {"parallel.data": 2, "parallel.tensor": 2},
     {"parallel.data": 2, "parallel.tensor": 2, **FINE},
-    {"parallel.data": 2, "parallel.pipeline": 2},
     {"parallel.data": 2, "parallel.pipeline": 2, "zero.prefetch": 2, **FINE},
 )
 

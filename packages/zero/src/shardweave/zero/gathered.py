@@ -59,6 +59,7 @@ class GatheredParameters(FlatParameters):
             super().settle(dtype)
             self.own = self.buffer[self._start : self._stop].clone()
             self._bytes = self.buffer.untyped_storage().nbytes()
+            self._storage = self.buffer.untyped_storage()._cdata  # the same, whatever memory is in it
             self.release()
 
     def start_gather(self) -> None:
@@ -118,7 +119,7 @@ class GatheredParameters(FlatParameters):
         """Whether the tensor lies in the buffer."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False  # it has no memory of its own to ask for
-        return bool(tensor.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata)
+        return bool(tensor.untyped_storage()._cdata == self._storage)
 
     def _keep_writes(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():

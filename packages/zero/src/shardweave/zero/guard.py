@@ -40,6 +40,11 @@ class Resident(Protocol):
         """The values are needed by an autograd node that is about to run."""
         ...
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether that was said in this backward pass."""
+        ...
+
     def touch(self) -> None:
         """Somebody writes to the values by a way that moves no parameter's version."""
         ...
@@ -197,15 +202,17 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if func is torch.autograd.grad:
         # Watching goes on inside: what is asked for are the parameters' places in the graph, not they themselves.
         return func(*(_as_edges(value) for value in args), **{k: _as_edges(v) for k, v in kwargs.items()})
-    residents = _residents(args, kwargs)
+    # In a training step nothing of this is in the processor's caches: every call counts.
+    residents, views = _residents(args, kwargs)
     for resident in residents:
         resident.use(residents)
     with torch._C.DisableTorchFunctionSubclass():
         if func in _SHARES_OUTSIDE:
             args = (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
-        _note_writes(func, args, kwargs)
-        for tensor in _tensors(result):
+        if views:
+            _note_writes(func, args, kwargs)
+        for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
             for resident in residents:
                 _watch(tensor, resident)
     return result
@@ -213,12 +220,12 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 def _watch(tensor: Tensor, resident: Resident) -> None:
     """Has the backward pass through ``tensor`` ask for the unit, and whoever uses it if it is a view."""
-    if isinstance(tensor, (GuardedParameter, _GuardedView)):
+    kind = type(tensor)
+    if kind is GuardedParameter or kind is _GuardedView:
         return  # the result of an operation in place
-    if type(tensor) is Tensor and resident.shares(tensor):
-        tensor.__class__ = (
-            _GuardedView  # a view: whoever uses it will be watched, and it reads nothing itself
-        )
+    if kind is Tensor and resident.shares(tensor):
+        # A view: whoever uses it will be watched, and it reads nothing itself.
+        tensor.__class__ = _GuardedView
         setattr(tensor, _ATTRIBUTE, weakref.ref(resident))
         return
     node = tensor.grad_fn
@@ -238,7 +245,7 @@ def _ask_before(node: torch.autograd.graph.Node, resident: Resident) -> None:
 
     def ask(gradients: Any) -> None:
         alive = asked()
-        if alive is not None:
+        if alive is not None and (not alive.in_backward or torch.is_grad_enabled()):
             alive.use_in_backward()
 
     node.register_prehook(ask)
@@ -263,19 +270,30 @@ def _note_writes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     targets += list(_tensors(kwargs.get("out")))
     for target in targets:
         if isinstance(target, _GuardedView):
-            for resident in _residents((target,), {}):
+            for resident in _residents((target,), {})[0]:
                 resident.touch()
 
 
-def _residents(args: Any, kwargs: dict[str, Any]) -> list[Resident]:
-    found: dict[int, Resident] = {}
-    for tensor in _tensors((args, kwargs)):
-        if isinstance(tensor, (GuardedParameter, _GuardedView)):
-            reference = getattr(tensor, _ATTRIBUTE, None)
+def _residents(args: Any, kwargs: dict[str, Any]) -> tuple[list[Resident], bool]:
+    """Whose values a function is given; and whether there are views among them."""
+    found: list[Resident] = []
+    views = False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is not GuardedParameter and kind is not _GuardedView:
+            if not isinstance(value, (tuple, list, dict)):
+                continue
+            inside, among = _residents(tuple(value.values()) if isinstance(value, dict) else value, {})
+            views = views or among
+        else:
+            reference = value.__dict__.get(_ATTRIBUTE)
             resident = None if reference is None else reference()
-            if resident is not None:
-                found[id(resident)] = resident
-    return list(found.values())
+            inside = [] if resident is None else [resident]
+            views = views or kind is _GuardedView
+        for resident in inside:
+            if not any(resident is other for other in found):
+                found.append(resident)
+    return found, views
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -92,6 +92,11 @@ class Member:
         if not self.in_use:
             self._residency.use(self, along)
 
+    @property
+    def in_backward(self) -> bool:
+        """See :class:`~.guard.Resident`."""
+        return self.task is not None
+
     def use_in_backward(self) -> None:
         """See :class:`~.guard.Resident`."""
         self.held = self.held or torch.is_grad_enabled()
