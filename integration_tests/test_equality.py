@@ -79,7 +79,7 @@ def test_every_model_family_equals_one_process(family: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_float32_losses_agree() -> None:
-    chosen = [layout for layout in tried(4) if layout.stage in (1, 3)]
+    chosen = tried(4)[::3]
     records = run_ranks(trained, 4, chosen, "as it is", "fp32", timeout=280)[0]
     for layout, record in zip(chosen, records, strict=True):
         right = reference("as it is", "fp32", layout.layers)

@@ -211,9 +211,9 @@ def test_half_of_the_combinations_on_three_ranks_and_the_others_on_four(ranks: i
 
 
 @pytest.mark.timeout(300)
-def test_every_third_combination_on_eight_ranks() -> None:
+def test_every_fifth_combination_on_eight_ranks() -> None:
     """All of them in `nox -s lattice`."""
-    chosen = cases()[::3]
+    chosen = cases()[::5]
     assert {case.stage for case in chosen} == set(STAGES)
     assert {case.optimizer for case in chosen} == set(OPTIMIZERS)
     for of_rank in run_ranks(parting, 8, chosen, 8, timeout=280):

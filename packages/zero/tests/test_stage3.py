@@ -273,12 +273,15 @@ def test_parameters_read_where_no_module_announces_it() -> None:
 
 @pytest.mark.ranks(3)
 def test_bytes_of_stage_three() -> None:
-    """A gather for each pass and a reduction; once a step where parameters, or gradients too, are kept."""
+    """A gather for each pass and a reduction; once a step where parameters, or gradients too, are kept.
+
+    The last unit of a forward pass is the first of the backward pass and stays, once it is known that one follows.
+    """
     mesh = Mesh(dp=3)
     k = 4
     for options, gathers, reductions in (
-        ({}, 2 * k, k),
-        ({"shard_between_micro_batches": False}, 2 * k, 1),
+        ({}, 2 * k - k / 5, k),
+        ({"shard_between_micro_batches": False}, 2 * k - k / 5, 1),
         ({"keep_gathered": 10**6}, 1, k),
         ({"keep_gathered": 10**6, "shard_between_micro_batches": False}, 1, 1),
         ({"persistent_parameters": 10**6}, 1, k),
@@ -296,8 +299,9 @@ def test_bytes_of_stage_three() -> None:
             optimizer.step()
             gather = mesh.ledger.total("data", "all_gather")
             scatter = mesh.ledger.total("data", "reduce_scatter")
-            assert (gather.elements, scatter.elements) == (gathers * padded, reductions * padded), options
-            assert gather.sent + scatter.sent == (gathers + reductions) * padded * 8 * 2 // 3, step
+            known = round(gathers * padded) + (padded // 5 if step == 0 and gathers > 1 else 0)
+            assert (gather.elements, scatter.elements) == (known, reductions * padded), options
+            assert gather.sent + scatter.sent == (known + reductions * padded) * 8 * 2 // 3, step
 
 
 @pytest.mark.ranks(2)
@@ -495,7 +499,7 @@ def test_memory_that_others_are_given_and_modules_that_are_saved() -> None:
     copied = copy.deepcopy(net)
     saved = pickle.loads(pickle.dumps(net))  # noqa: S301 # what this test wrote itself
     assert optimizer.live_parameters <= 768
-    optimizer._holdings.gathered.residency.release_idle()  # type: ignore[union-attr]
+    optimizer._holdings.gathered.residency.forget()  # type: ignore[union-attr]
     for other in (copied, saved):
         other(batch(0, 0))  # on its own parameters
         assert optimizer.live_parameters == 0

@@ -240,7 +240,7 @@ class Holdings:
         torch's implementation are as large as one unit's shard.
         """
         if self.gathered is not None:
-            self.gathered.residency.release_idle()  # nobody reads a shard any more that is about to change
+            self.gathered.residency.forget()  # nobody reads a shard any more that is about to change
         pending = []
         for unit in self.units:
             unit.step(groups, factor)

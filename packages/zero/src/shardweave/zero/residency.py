@@ -6,8 +6,11 @@ gathered ahead, and released when the last one ends::
 
     forward      gather 0 | run 0        run 1        run 2             the order of uses is noted: the unit that
                           | gather 1     gather 2                       followed last time is gathered ahead
-    backward     gather 2 | run 2        run 1        run 0
-                          | gather 1     gather 0
+    backward     run 2                   run 1        run 0
+                 gather 1                gather 0
+
+What is used next is not released in between: unit 2 stays for the backward pass that follows, unless it did not follow
+last time, or no gradients are recorded.
 
 What is gathered and not in use is *idle*: gathered ahead, kept, or used outside of any module that owns it. Where a
 unit that is needed would go beyond ``max_live_parameters``, idle ones are released, those unused for longest first.
@@ -24,7 +27,7 @@ unit that is needed would go beyond ``max_live_parameters``, idle ones are relea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -55,8 +58,10 @@ _REDUCTION = _Use(-2, None)
 class Member:
     """One unit of a :class:`Residency`, with its state; what its guarded parameters ask."""
 
-    def __init__(self, number: int, flat: GatheredParameters, label: str, residency: Residency) -> None:
-        self.number, self.flat, self.label = number, flat, label
+    def __init__(
+        self, number: int, flat: GatheredParameters, label: str, *, along: bool, residency: Residency
+    ) -> None:
+        self.number, self.flat, self.label, self.along = number, flat, label, along
         self.users = 0
         """Forward passes, and contexts, that use it now."""
         self.task: int | None = None
@@ -130,7 +135,8 @@ class Residency:
     """Gathers and releases the units of one optimizer, on one rank. See [Note: One order].
 
     ``flats``: of the units, in forward order; ``labels``: what to call them; ``same``: over the ranks that gather
-    together. Nothing but persistent units is gathered afterwards.
+    together; ``along``: numbers of those that are in use from a pass' beginning to its end, or nearly. Nothing but
+    persistent units is gathered afterwards.
     """
 
     def __init__(
@@ -139,11 +145,12 @@ class Residency:
         labels: Sequence[str],
         options: Gathering,
         same: SameOrder,
+        along: Collection[int] = (),
     ) -> None:
         self._options = options
         self._check_bound(flats, labels)
         self.members = tuple(
-            Member(number, flat, label, self)
+            Member(number, flat, label, along=number in along, residency=self)
             for number, (flat, label) in enumerate(zip(flats, labels, strict=True))
         )
         self._live = 0
@@ -155,6 +162,8 @@ class Residency:
         self._strays: list[Member] = []
         self._ahead: list[Member] = []
         """Gathered ahead, and not used since."""
+        self._staying: list[Member] = []
+        """Not released after their last use, as they are used next."""
         self.contexts = 0
         """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
@@ -200,7 +209,7 @@ class Residency:
                 self._strays.append(stray)
             elif stray is not member:
                 self._release(stray)
-        if not member.flat.whole:
+        if not member.flat.whole or member in self._ahead or member in self._staying:
             self._require(member)
 
     def use_in_backward(self, member: Member) -> None:
@@ -241,7 +250,7 @@ class Residency:
             self.contexts -= 1
             for member in wanted:
                 member.users -= 1
-                self._release(member)
+                self._release(member, stays=False)
 
     # -- between steps ---------------------------------------------------------------------------------
 
@@ -275,11 +284,13 @@ class Residency:
         """Releases everything that nobody uses and that is not kept; ``persistent``: those units as well."""
         self._strays.clear()
         self._ahead.clear()
+        self._staying.clear()
+        following = self._follows.get(self._last, _NONE)  # an exception ends a pass before it is complete
         for member in self.members:
             if persistent and not member.in_use:
                 self._free(member)
             else:
-                self._release(member)
+                self._release(member, stays=following.backward is True)
 
     def end(self) -> None:
         """Everything is gathered for good, parameters are plain ones, and no module tells any more; collective."""
@@ -302,32 +313,47 @@ class Residency:
         expected = self._note(_Use(member.number, current_backward() >= 0))
         self._clock += 1
         member.used_at = self._clock
-        self._ahead = [other for other in self._ahead if other is not member]
+        for idle in (self._ahead, self._staying):
+            if member in idle:
+                idle.remove(member)
         surprised = expected != self._last[1]
         if not member.flat.live and not self._fits(member) and not self._make_room(member):
             raise RuntimeError(self._too_much(member))
         if surprised and (self._ahead or not member.flat.live):
             self._agree(self._words())
-        if surprised:  # what was gathered ahead is not what is needed next
-            stale, self._ahead = self._ahead, []
+        if surprised:  # what was gathered ahead, or stayed, is not what is needed next
+            stale = [*self._ahead, *self._staying]
+            self._ahead.clear()
+            self._staying.clear()
             for other in stale:
                 self._release(other)
         self._start(member)
         if not member.flat.whole:
             with self._same.waiting(self._words()):
                 member.flat.gather()
-        place = self._last
-        for _ in range(self._options.prefetch):
+        self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        """What follows in this pass, as it did last time, is on its way afterwards."""
+        place, ahead = self._last, 0
+        for _ in self.members:  # what was noted may go round in circles
             following = self._follows.get(place)
-            if following is None or following.backward != place[1].backward:
+            if (
+                following is None
+                or following.backward != place[1].backward
+                or ahead == self._options.prefetch
+            ):
                 return
             place = (place[1], following)
-            ahead = self.members[following.number]
-            if not ahead.flat.live and not self._fits(ahead):
-                return  # nothing is released for what may not be needed
-            if not ahead.flat.live:
-                self._ahead.append(ahead)
-            self._start(ahead)
+            member = self.members[following.number]
+            if member.flat.live and (member.in_use or member.along):
+                continue  # it is there for another reason, and waiting for its turn hides nothing
+            ahead += 1
+            if not member.flat.live:
+                if not self._fits(member):
+                    return  # nothing is released for what may not be needed
+                self._ahead.append(member)
+                self._start(member)
 
     def _agree(self, what: str) -> None:
         """Raises where the ranks part. From then on nothing is waited for: what is under way never comes."""
@@ -435,15 +461,34 @@ class Residency:
                     member.task = None
             self.release_idle()
 
-    def _release(self, member: Member) -> None:
-        """Frees a unit that is not in use any more, unless it is to be kept."""
+    def _release(self, member: Member, *, stays: bool = True) -> None:
+        """Frees a unit that is not in use any more, unless it is to be kept, or ``stays`` because it is used next."""
         if member.in_use or not member.flat.live or self._always(member) or member.number in self._kept:
+            return
+        if stays and member.number in self._next():
+            if member not in self._ahead and member not in self._staying:
+                self._staying.append(member)
             return
         kept = sum(self.members[number].size for number in self._kept)
         if kept + member.size <= self._options.keep_gathered:
             self._kept.add(member.number)
         else:
             self._free(member)
+
+    def _next(self) -> set[int]:
+        """Numbers of the units with which the backward pass began last time, if it is about to."""
+        found: set[int] = set()
+        if self._last[1].backward or not torch.is_grad_enabled():
+            return found
+        place = self._last
+        for _ in range(1 + self._options.prefetch):
+            following = self._follows.get(place, _NONE)
+            if following.number < 0:
+                break
+            if following.backward:
+                found.add(following.number)
+            place = (place[1], following)
+        return found
 
     def _free(self, member: Member) -> None:
         if member.flat.live and not self._parted:

@@ -49,7 +49,12 @@ class GatheredUnits:
         home = {id(parameter): part for part in parts for parameter in part.parameters}
         homes = [{id(p): home[id(p)] for p in flat.parameters} for flat in flats]
         labels = [_label(list(of_unit.values())) for of_unit in homes]
-        self.residency = Residency(flats, labels, options, SameOrder(shard))
+        along = [
+            number
+            for number, of_unit in enumerate(homes)
+            if any(part.module is root for part in of_unit.values() for root in roots)
+        ]
+        self.residency = Residency(flats, labels, options, SameOrder(shard), along)
         owned: dict[nn.Module, list[Member]] = {}
         for member, of_unit in zip(self.residency.members, homes, strict=True):
             for module in dict.fromkeys(part.module for part in of_unit.values()):
