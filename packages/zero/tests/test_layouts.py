@@ -152,3 +152,14 @@ def test_unnamed_tied_parameters_pair_up_by_their_order_whatever_else_a_stage_ho
     (a.sum() + 10 * b.sum() + sum((p.sum() for p in others), torch.zeros(()))).backward()
     optimizer.step()
     assert (a.item(), b.item()) == (-1.0, -15.0)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_data_ranks_have_different_parts_of_is_refused() -> None:
+    """Starting equal and reducing would take parts for copies."""
+    mesh = Mesh(dp=2)
+    weight = nn.Parameter(torch.full((3,), float(mesh.data.rank)))
+    set_sharding(weight, Sharding("experts", (6,), (Split(mesh.data, 0, 3 * mesh.data.rank),)))
+    with pytest.raises(ValueError, match=r"parameter experts is split over .*, which is inside data="):
+        ZeroOptimizer([weight], torch.optim.SGD, data=mesh.data, lr=1.0)
+    assert weight.tolist() == [float(mesh.data.rank)] * 3

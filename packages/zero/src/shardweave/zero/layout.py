@@ -50,6 +50,12 @@ def check_parameters(
                 f'ownership="tensor" is for optimizers that look at the whole; use an elementwise optimizer with '
                 f"tensor parallelism"
             )
+        for split in record.splits:
+            if split.axis.size > 1 and data.contains(split.axis):
+                raise ValueError(
+                    f"parameter {name} is split over {split.axis!r}, which is inside data={data!r}: data ranks hold "
+                    f"different parts of it, and reducing would add them up; split it over an axis of the model"
+                )
         for axis in _axes(record):
             if axis.size > 1 and not model.contains(axis) and not data.contains(axis):
                 raise ValueError(
