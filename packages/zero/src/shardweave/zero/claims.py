@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -46,6 +46,7 @@ def claimed(parameter: Tensor) -> bool:
     return owner is not None and not owner.closed
 
 
-def _owner(parameter: Tensor) -> Any:
+def _owner(parameter: Tensor) -> Claimant | None:
     reference = getattr(parameter, _NAME, None)
-    return None if reference is None else reference()
+    owner: Claimant | None = None if reference is None else reference()
+    return owner

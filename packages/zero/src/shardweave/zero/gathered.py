@@ -36,7 +36,7 @@ class GatheredParameters(FlatParameters):
         self._axis = axis
         self._start, self._stop = plan.shard_range(axis.rank)
         self.own = self.buffer[self._start : self._stop]
-        self._bytes = 0
+        self._bytes = self._storage = 0
         self._pending: Pending[Tensor] | None = None
         self._touched: set[int] = set()
         self.live = True

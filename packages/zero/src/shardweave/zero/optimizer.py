@@ -8,17 +8,18 @@ A step, in the order things happen::
                  all-gathers end
     stage 3      parameters are gathered unit by unit in the forward and in the backward pass instead
 
-=======  =====================  =================  ==================================================
+=======  =====================  =================  ===========================================================
 stage    gradients              masters, moments   elements moved a step, of Psi parameters
-=======  =====================  =================  ==================================================
+=======  =====================  =================  ===========================================================
 0        whole                  whole              all-reduce Psi (which sends twice its size)
 1        whole                  shard              reduce-scatter Psi + all-gather Psi
 2        shard, between         shard              the same; with ``shard_between_micro_batches``
          micro-batches too                         Psi more for every further micro-batch
-3        the same               shard, and the     2 Psi for the all-gathers of each micro-batch's passes,
-                                parameters too     Psi a step where ``keep_gathered`` keeps them all;
+3        the same               shard, and the     all-gathers for both passes of each micro-batch, 2 Psi less
+                                parameters too     what the second begins with; Psi a step where
+                                                   ``keep_gathered`` keeps them all;
                                                    reductions as at stage 2, none after the step
-=======  =====================  =================  ==================================================
+=======  =====================  =================  ===========================================================
 
 Psi counts each unit's padding, fewer elements than there are data ranks. The stages and their bytes are those
 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5, 7.
@@ -174,8 +175,8 @@ class ZeroOptimizer(Optimizer):
                 persistent_parameters=persistent_parameters,
             ),
         )
-        self._modules = _listed_modules(module)
-        if stage == 3 and not self._modules:
+        modules = _listed_modules(module)
+        if stage == 3 and not modules:
             raise ValueError(
                 "stage=3 gathers parameters when their modules run; give the module they are in, module=model"
             )
@@ -187,7 +188,7 @@ class ZeroOptimizer(Optimizer):
                 'ownership="tensor" with shard=: what travels between copies are equal parts of units; leave shard out'
             )
         self._built = False
-        self._given = self._take(params, optimizer_arguments)
+        self._given = self._take(params, modules, optimizer_arguments)
         self._check_updates(optimizer_arguments)
         self._make_optimizer = partial(build_optimizer, self._kind, self.param_groups, optimizer_arguments)
         self._holdings = Holdings(
@@ -471,9 +472,10 @@ class ZeroOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is built: the flat buffers are laid out for the parameters it was given."""
         if self._built:
+            which = in_words(param_group, self._given.modules)
             raise ValueError(
-                f"ZeroOptimizer cannot take further parameters ({in_words(param_group, self._modules)}); give all "
-                f"groups when building it, or build a new one"
+                f"ZeroOptimizer cannot take further parameters ({which}); give all groups when building it, or build a "
+                f"new one"
             )
         super().add_param_group(param_group)
 
@@ -484,10 +486,10 @@ class ZeroOptimizer(Optimizer):
         """Whether each parameter is one rank's."""
         return self._options.ownership == "tensor"
 
-    def _take(self, params: Iterable[Any], arguments: dict[str, Any]) -> Given:
+    def _take(self, params: Iterable[Any], modules: Sequence[nn.Module], arguments: dict[str, Any]) -> Given:
         """Makes the groups, with torch's defaults in them; ``arguments`` get what is chosen for the user."""
         super().__init__(listed(params), {})
-        given = Given.of(self.param_groups, self._modules)
+        given = Given.of(self.param_groups, modules)
         spoken = arguments.keys() | {key for group in self.param_groups for key in group}
         arguments.update(fused_by_default(self._kind, {p.device for p in given.parameters}, spoken))
         # Built over nothing, to ask it for its defaults and to have it refuse wrong arguments now.

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -39,20 +38,9 @@ from .gathered import GatheredParameters
 from .guard import Resident, guard, unguard
 from .options import Gathering
 from .same_order import SameOrder
+from .use_order import REDUCTION, Use, UseOrder
 
 __all__ = ["Member", "Residency"]
-
-
-class _Use(NamedTuple):
-    """A use of a unit, as far as what follows it is concerned."""
-
-    number: int
-    backward: bool | None
-
-
-_NONE = _Use(-1, None)
-_REDUCTION = _Use(-2, None)
-"""All ranks reduce gradients together too: one that has come that far does not gather what another waits for."""
 
 
 class Member:
@@ -156,14 +144,10 @@ class Residency:
         self._live = 0
         self._kept: set[int] = set()
         self._clock = 0
-        self._follows: dict[tuple[_Use, _Use], _Use] = {}
-        self._last: tuple[_Use, _Use] = (_NONE, _NONE)
-        self._same = same
+        self._order, self._same = UseOrder(), same
         self._strays: list[Member] = []
-        self._ahead: list[Member] = []
-        """Gathered ahead, and not used since."""
-        self._staying: list[Member] = []
-        """Not released after their last use, as they are used next."""
+        self._awaited: list[Member] = []
+        """Idle ones that are used next: gathered ahead, or not released after their last use."""
         self.contexts = 0
         """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
@@ -209,7 +193,7 @@ class Residency:
                 self._strays.append(stray)
             elif stray is not member:
                 self._release(stray)
-        if not member.flat.whole or member in self._ahead or member in self._staying:
+        if not member.flat.whole or member in self._awaited:
             self._require(member)
 
     def use_in_backward(self, member: Member) -> None:
@@ -232,7 +216,7 @@ class Residency:
 
     def reducing(self) -> None:
         """Gradients are about to be reduced, at the end of a step or a micro-batch."""
-        if self._note(_REDUCTION) != _REDUCTION:
+        if not self._order.note(REDUCTION):
             self._agree(self._words())
 
     @contextmanager
@@ -283,14 +267,14 @@ class Residency:
     def release_idle(self, *, persistent: bool = False) -> None:
         """Releases everything that nobody uses and that is not kept; ``persistent``: those units as well."""
         self._strays.clear()
-        self._ahead.clear()
-        self._staying.clear()
-        following = self._follows.get(self._last, _NONE)  # an exception ends a pass before it is complete
+        self._awaited.clear()
+        # An exception ends a pass before it is complete: then no backward pass follows.
+        turns = any(use.backward for use in self._order.foreseen(1))
         for member in self.members:
             if persistent and not member.in_use:
                 self._free(member)
             else:
-                self._release(member, stays=following.backward is True)
+                self._release(member, stays=turns)
 
     def end(self) -> None:
         """Everything is gathered for good, parameters are plain ones, and no module tells any more; collective."""
@@ -310,21 +294,17 @@ class Residency:
 
     def _require(self, member: Member) -> None:
         """Begins a use: the values are there afterwards, and those of the next use are on their way."""
-        expected = self._note(_Use(member.number, current_backward() >= 0))
+        surprised = not self._order.note(Use(member.number, current_backward() >= 0))
         self._clock += 1
         member.used_at = self._clock
-        for idle in (self._ahead, self._staying):
-            if member in idle:
-                idle.remove(member)
-        surprised = expected != self._last[1]
+        if member in self._awaited:
+            self._awaited.remove(member)
         if not member.flat.live and not self._fits(member) and not self._make_room(member):
             raise RuntimeError(self._too_much(member))
-        if surprised and (self._ahead or not member.flat.live):
+        if surprised and (self._awaited or not member.flat.live):
             self._agree(self._words())
-        if surprised:  # what was gathered ahead, or stayed, is not what is needed next
-            stale = [*self._ahead, *self._staying]
-            self._ahead.clear()
-            self._staying.clear()
+        if surprised:
+            stale, self._awaited = self._awaited, []
             for other in stale:
                 self._release(other)
         self._start(member)
@@ -335,24 +315,18 @@ class Residency:
 
     def _gather_ahead(self) -> None:
         """What follows in this pass, as it did last time, is on its way afterwards."""
-        place, ahead = self._last, 0
-        for _ in self.members:  # what was noted may go round in circles
-            following = self._follows.get(place)
-            if (
-                following is None
-                or following.backward != place[1].backward
-                or ahead == self._options.prefetch
-            ):
+        ahead = 0
+        for use in self._order.rest_of_pass(len(self.members)):
+            member = self.members[use.number]
+            if ahead == self._options.prefetch:
                 return
-            place = (place[1], following)
-            member = self.members[following.number]
             if member.flat.live and (member.in_use or member.along):
                 continue  # it is there for another reason, and waiting for its turn hides nothing
             ahead += 1
             if not member.flat.live:
                 if not self._fits(member):
                     return  # nothing is released for what may not be needed
-                self._ahead.append(member)
+                self._awaited.append(member)
                 self._start(member)
 
     def _agree(self, what: str) -> None:
@@ -361,20 +335,14 @@ class Residency:
         self._same.check(what)
         self._parted = False
 
-    def _note(self, use: _Use) -> _Use | None:
-        """Notes the use as the one that follows the two before; what followed them last time."""
-        expected = self._follows.get(self._last)
-        self._follows[self._last] = use
-        self._last = (self._last[1], use)
-        return expected
-
     def _words(self) -> str:
         """The use that begins."""
-        before, now = self._last
-        what = "nothing before gradients are reduced" if now == _REDUCTION else self.members[now.number].label
-        if before == _NONE:
+        before, now = self._order.before, self._order.last
+        assert now is not None
+        what = "nothing before gradients are reduced" if now == REDUCTION else self.members[now.number].label
+        if before is None:
             return what
-        return f"{what} after {'the last reduction' if before == _REDUCTION else self.members[before.number].label}"
+        return f"{what} after {'the last reduction' if before == REDUCTION else self.members[before.number].label}"
 
     def _too_much(self, member: Member) -> str:
         used = [other for other in self.members if self._is_held(other, member) and other is not member]
@@ -466,8 +434,8 @@ class Residency:
         if member.in_use or not member.flat.live or self._always(member) or member.number in self._kept:
             return
         if stays and member.number in self._next():
-            if member not in self._ahead and member not in self._staying:
-                self._staying.append(member)
+            if member not in self._awaited:
+                self._awaited.append(member)
             return
         kept = sum(self.members[number].size for number in self._kept)
         if kept + member.size <= self._options.keep_gathered:
@@ -477,18 +445,10 @@ class Residency:
 
     def _next(self) -> set[int]:
         """Numbers of the units with which the backward pass began last time, if it is about to."""
-        found: set[int] = set()
-        if self._last[1].backward or not torch.is_grad_enabled():
-            return found
-        place = self._last
-        for _ in range(1 + self._options.prefetch):
-            following = self._follows.get(place, _NONE)
-            if following.number < 0:
-                break
-            if following.backward:
-                found.add(following.number)
-            place = (place[1], following)
-        return found
+        last = self._order.last
+        if last is None or last.backward or not torch.is_grad_enabled():
+            return set()
+        return {use.number for use in self._order.foreseen(1 + self._options.prefetch) if use.backward}
 
     def _free(self, member: Member) -> None:
         if member.flat.live and not self._parted:

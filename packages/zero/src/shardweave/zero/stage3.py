@@ -5,7 +5,8 @@
     module_units     which parameters are gathered together
     materialize      values for those that have none yet, unit by unit
     gathered         a unit's memory: whole while in use, else this rank's part
-    residency        when it is gathered and released
+    residency        when it is gathered and released, with what is noted in
+    use_order        which unit follows which
     module_hooks     who tells: modules that begin and end,
     guard            ... and parameters that are touched
 """
