@@ -38,7 +38,9 @@ QUICKSTART = ROOT / "packages/launcher/src/shardweave/launcher/quickstart.yaml"
 
 # Shared by all environments. numpy, because torch warns without it; hatchling and editables, because the
 # packages are then built without a download each.
-BASE_REQUIREMENTS = ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "hatchling", "editables")
+BASE_REQUIREMENTS = (
+    "torch", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "hatchling", "editables",
+)  # fmt: skip
 
 # One thread a rank: the ranks themselves fill the cores.
 ENVIRONMENT = {
@@ -146,8 +148,12 @@ def install(session: nox.Session, packages: Iterable[str], *tools: str, editable
 
 
 def run_pytest(session: nox.Session, *arguments: str) -> None:
-    """Runs pytest as a module: the base holds it, so the session's own bin folder has no command for it."""
-    session.run("python", "-m", "pytest", *arguments, *session.posargs, env=ENVIRONMENT)
+    """Runs pytest as a module: the base holds it, so the session's own bin folder has no command for it.
+
+    Two tests at a time: one alone leaves a quarter of two cores idle, waiting for ranks to start, talk and end.
+    """
+    workers = ("-n", "2", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", *workers, *arguments, *session.posargs, env=ENVIRONMENT)
 
 
 # --- sessions ----------------------------------------------------------------------------------------------

@@ -259,6 +259,7 @@ def ends_too_early(directory: str) -> None:
         if mesh.dp.rank == 2:
             sleep_until_reported(path)
             comm.send(torch.ones(1), mesh.dp, 0)
+            wait_for((path / "checked").exists, "look at rank 0's error")  # which would name this rank too
         else:
             comm.receive(torch.ones(1), mesh.dp, 2)
             with pytest.raises(RuntimeError) as raised:
@@ -270,13 +271,13 @@ def ends_too_early(directory: str) -> None:
 
 
 def test_a_rank_that_has_ended_is_told_as_such(tmp_path: Path) -> None:
-    with pytest.raises(RankError):
+    with pytest.raises(RankError) as raised:
         run_ranks(ends_too_early, 3, str(tmp_path))
     report = one_report(tmp_path)
     assert "missing: rank 2\n" in report
     assert "rank 1 does not answer: its process has ended" in report
     assert "rank 2 computes" in report
-    assert (tmp_path / "checked").exists()
+    assert (tmp_path / "checked").exists(), raised.value
 
 
 @pytest.mark.ranks(2)

@@ -152,10 +152,13 @@ def test_capture(capsys):
 """
 
 
-def test_reports_of_failing_tests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_reports_of_failing_tests(tmp_path: Path, workers: str) -> None:
+    """Alike in a worker of pytest-xdist, which has a thread when the ranks' first process is forked."""
     file = tmp_path / "test_failing.py"
     file.write_text(FAILING)
     options = ["-p", "no:cacheprovider", "-W", "error", "-rs", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    options += ["-n", workers]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(file)], capture_output=True, text=True, timeout=170
     )

@@ -26,6 +26,9 @@ GRACE = 2.0
 _PRELOAD = (*PRELOAD, "torch.testing", "shardweave.comm", "shardweave.comm.testing.body")
 _PRELOAD_IF_THERE = ("numpy", "pytest")
 
+_XDIST_THREADS = 1
+"""A worker of pytest-xdist has a thread that waits for what its controller says."""
+
 
 def run_ranks(
     function: Callable[..., Any],
@@ -110,7 +113,9 @@ def end_zygote() -> None:
 def _shared() -> Zygote:
     atexit.register(end_zygote)
     there = [name for name in _PRELOAD_IF_THERE if importlib.util.find_spec(name) is not None]
-    return Zygote.start((*_PRELOAD, *there))
+    return Zygote.start(
+        (*_PRELOAD, *there), idle_threads=_XDIST_THREADS * ("PYTEST_XDIST_WORKER" in os.environ)
+    )
 
 
 def _environment(rank: int, size: int, place: Place, interface: str | None) -> dict[str, str]:

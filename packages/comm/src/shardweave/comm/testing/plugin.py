@@ -37,7 +37,7 @@ _HOSTS_MARKER = (
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     config.addinivalue_line("markers", _HOSTS_MARKER)
-    if not (config.option.help or config.option.collectonly):
+    if not (config.option.help or config.option.collectonly or _hands_tests_out(config)):
         warm_zygote()
 
 
@@ -76,6 +76,11 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         pytest.fail("the fixture 'hosts' is for tests with @pytest.mark.hosts(n, ...)", pytrace=False)
     with _bench(marker) as bench:
         yield bench
+
+
+def _hands_tests_out(config: pytest.Config) -> bool:
+    """Whether this is the controller of pytest-xdist, whose workers run the tests."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 @contextlib.contextmanager

@@ -58,17 +58,22 @@ class Zygote:
         self._heard = False  # whether it has said anything, which it does after its imports
 
     @classmethod
-    def start(cls, preload: Sequence[str] = PRELOAD, *, fresh: bool | None = None) -> Zygote:
+    def start(
+        cls, preload: Sequence[str] = PRELOAD, *, fresh: bool | None = None, idle_threads: int = 0
+    ) -> Zygote:
         """Starts a zygote that imports ``preload``; returns at once, while it imports.
 
         By default it is a fork of this process when that has one thread, and a ``fresh`` interpreter
         otherwise: a fork of a process with threads may hang in the first lock or parallel region it meets.
         A fork is quicker and keeps import hooks (pytest's rewritten asserts). Nothing may have touched an
         accelerator before a fork.
+
+        ``idle_threads``: so many threads besides the calling one do not hinder a fork. The caller knows that they
+        do nothing but wait, and hold nothing that a rank needs.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = None if fresh else _fork(ours, theirs, preload)
+            pid = None if fresh else _fork(ours, theirs, preload, idle_threads)
             if pid is None and fresh is False:
                 ours.close()
                 raise ZygoteError(f"this process has {num_threads()} threads; fork before they start")
@@ -183,7 +188,9 @@ class Zygote:
         return True
 
 
-def _fork(ours: socket.socket, theirs: socket.socket, preload: Sequence[str]) -> int | None:
+def _fork(
+    ours: socket.socket, theirs: socket.socket, preload: Sequence[str], idle_threads: int
+) -> int | None:
     """The pid of a forked zygote, or None where this process has threads that a fork would lose."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -196,7 +203,7 @@ def _fork(ours: socket.socket, theirs: socket.socket, preload: Sequence[str]) ->
         ours.close()
         serve(theirs, owner=owner, preload=preload)
     # Counted after the fork: OpenBLAS (numpy) has a pool from import on, and ends it before every fork.
-    if num_threads() == 1:
+    if num_threads() <= 1 + idle_threads:
         return pid
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
