@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from packages.zero.tests.nets import STAGES, assert_equal, batch, loss_of, make_optimizer, model, one_process
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, gradient_work
+from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, barrier, gradient_work
 from shardweave.comm.testing import RankError, run_ranks
 from shardweave.zero import ZeroOptimizer
 
@@ -201,13 +202,54 @@ def test_gradients_that_were_never_seen_by_a_hook(stage: int) -> None:
     weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
     optimizer = make_optimizer(nn.ParameterList([weight]), torch.optim.SGD, data=axis, stage=stage, lr=1.0)
     scales = torch.arange(5.0, dtype=torch.float64)
-    loss = (weight * scales * 3).sum()  # on both: at stage 3 the weight is gathered for it
-    if axis.rank == 0:
-        weight.grad = scales
-    else:
-        loss.backward()
+    with optimizer.full_parameters():  # in which ranks may do as they like, at stage 3 too
+        if axis.rank == 0:
+            weight.grad = scales
+        else:
+            (weight * scales * 3).sum().backward()
     optimizer.step()
     assert weight.tolist() == [1 - 2 * i for i in range(5)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("more", [[0], [2], [0, 1, 2], []], ids=["first", "last", "all", "none"])
+@pytest.mark.ranks(3)
+def test_what_some_ranks_add_after_finish_reduction(stage: int, more: list[int]) -> None:
+    """They launch nothing that the others do not know of."""
+    axis = Mesh(dp=3).data
+    expected = model()
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    net = model()
+    optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
+    for step in range(2):
+        for rank in range(3):
+            for micro in range(1 + (rank in more)):
+                (loss_of(expected, batch(step, rank, micro)) / 3).backward()
+        plain.step()
+        plain.zero_grad()
+        loss_of(net, batch(step, axis.rank)).backward()
+        optimizer.finish_reduction()
+        with optimizer.full_parameters():
+            if axis.rank in more:
+                loss_of(net, batch(step, axis.rank, 1)).backward()
+        optimizer.step()
+    with optimizer.full_parameters():
+        for mine, right in zip(net.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(mine, right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_an_optimizer_may_be_dropped_with_gradients_on_their_way(stage: int) -> None:
+    """The next one's first collective would be taken for a part of what still travels."""
+    axis = Mesh(dp=2).data
+    for _ in range(3):
+        net = model()
+        optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
+        loss_of(net, batch(0, axis.rank)).backward()
+        del net, optimizer
+        gc.collect()
+    barrier(axis)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -356,10 +356,14 @@ def test_a_bound_that_cannot_be_kept_is_refused() -> None:
     with pytest.raises(ValueError, match="max_live_parameters=100: embedding has 404 elements"):
         optimizer_of(model(), data, max_live_parameters=100)
     first, second = nn.Linear(9, 9).double(), nn.Linear(9, 9).double()
-    optimizer = optimizer_of(nn.Sequential(first, second), data, max_live_parameters=150)
+    pair = nn.Sequential(first, second)
+    optimizer = optimizer_of(pair, data, max_live_parameters=150, keep_gathered=10**6)
     with pytest.raises(RuntimeError, match=r"1 is needed while 0 are in use, which takes 180"):
         torch.cat([first.weight, second.weight])
     assert optimizer.live_parameters <= 150
+    with optimizer.full_parameters():
+        assert optimizer.live_parameters == 180
+    assert optimizer.live_parameters <= 150  # what may be kept is not above it either
     with pytest.raises(ValueError, match="give the module they are in, module=model"):
         ZeroOptimizer(model().parameters(), torch.optim.AdamW, stage=3, data=data)
     with pytest.raises(ValueError, match=r"units: blocks\.9 is no module of Model"):
@@ -451,6 +455,68 @@ def part(orders: tuple[list[int], list[int]]) -> None:
         optimizer.step()
     net.order = orders[data.rank]
     loss_of(net, batch(data.rank, 2)).backward()
+
+
+def part_where_all_is_there(kind: str, prefetch: int) -> None:
+    """In what is live already, where nothing would be asked for its own sake."""
+    data = Mesh(dp=2).data
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    optimizer = optimizer_of(net, data, units=[nn.Linear], prefetch=prefetch)
+    x = torch.ones(2, 6, dtype=torch.float64)
+
+    def step(between: Callable[[Tensor], object]) -> None:
+        loss = net(x).square().mean()
+        between(x)
+        loss.backward()
+        optimizer.step()
+
+    def nothing(x: Tensor) -> None:
+        pass
+
+    @torch.no_grad()
+    def some(x: Tensor) -> None:
+        net[3](x), net[1](x)
+
+    for between in (nothing, some, nothing, some):
+        step(between)
+    if kind == "units":
+        step(some if data.rank else nothing)
+    else:
+        with torch.set_grad_enabled(data.rank == 0):
+            net(x)
+        step(nothing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("units", "3 in a backward pass after 3"),
+        ("recording", "0, without gradients, after the last reduction"),
+    ],
+)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_ranks_that_part_in_what_is_gathered_already_are_told_so(
+    kind: str, words: str, prefetch: int
+) -> None:
+    """Otherwise units of one size are mixed up, and nobody notices."""
+    with pytest.raises(RankError, match=words):
+        run_ranks(part_where_all_is_there, 2, kind, prefetch)
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_alone_may_read_what_is_always_there() -> None:
+    data = Mesh(dp=2).data
+    net = model()
+    optimizer = optimizer_of(net, data, units=[nn.LayerNorm, Block], persistent_parameters=2 * WIDTH)
+    right = trained_alone(2, steps=3, micros=1, change=leave)
+    for step in range(3):
+        loss = loss_of(net, batch(data.rank, step))
+        if data.is_first:
+            assert net.norm.weight.mean().item() > 0
+        loss.backward()
+        optimizer.step()
+    with optimizer.full_parameters():
+        check([p.detach() for p in net.parameters()], right)
 
 
 @pytest.mark.ranks(2)

@@ -8,7 +8,8 @@ backward pass, in an order that nobody announces. So the parameter itself watche
 
     F.linear(x, weight)      1. weight's unit is gathered, unless it is there
                              2. the function runs, on a plain tensor as always
-                             3. the result's autograd node will ask for the unit again before it runs backward
+                             3. the result's autograd node will ask for the unit again before it runs backward;
+                                all nodes that the function made, where some parameters are frozen
     weight.detach()          the result is a view of the same memory, so it watches as well
     weight.shape, .grad, ... need no values, and gather nothing
 
@@ -18,13 +19,14 @@ It costs microseconds per use. An embedding's node, which does not read its weig
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-__all__ = ["GuardedParameter", "Resident", "guard", "resident_of", "unguard", "watch_outputs"]
+__all__ = ["GuardedParameter", "Resident", "guard", "resident_of", "tensors", "unguard", "watch_outputs"]
 
 _ATTRIBUTE = "_shardweave_resident"
 
@@ -43,6 +45,11 @@ class Resident(Protocol):
     @property
     def in_backward(self) -> bool:
         """Whether that was said in this backward pass."""
+        ...
+
+    @property
+    def frozen(self) -> bool:
+        """Whether some parameters get no gradients, by which one could tell that the last node has read them."""
         ...
 
     def touch(self) -> None:
@@ -189,6 +196,7 @@ _WITHOUT_VALUES = frozenset(
 _BLIND_NODE = "EmbeddingBackward0"
 """Does not read the weight in the backward pass. (Many others do not either, but may stand for others behind them:
 ``F.linear`` ends with a view of a product.)"""
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 _SHARES_OUTSIDE = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
@@ -207,18 +215,19 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     for resident in residents:
         resident.use(residents)
     with torch._C.DisableTorchFunctionSubclass():
+        before = _nodes((args, kwargs)) if any(resident.frozen for resident in residents) else ()
         if func in _SHARES_OUTSIDE:
             args = (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
         if views:
             _note_writes(func, args, kwargs)
-        for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors(result):
             for resident in residents:
-                _watch(tensor, resident)
+                _watch(tensor, resident, before)
     return result
 
 
-def _watch(tensor: Tensor, resident: Resident) -> None:
+def _watch(tensor: Tensor, resident: Resident, before: Collection[Node]) -> None:
     """Has the backward pass through ``tensor`` ask for the unit, and whoever uses it if it is a view."""
     kind = type(tensor)
     if kind is GuardedParameter or kind is _GuardedView:
@@ -230,17 +239,21 @@ def _watch(tensor: Tensor, resident: Resident) -> None:
         return
     node = tensor.grad_fn
     if node is not None and node.name() != _BLIND_NODE:
-        _ask_before(node, resident)
+        _ask_before(node, resident, before)
 
 
-def watch_outputs(outputs: Any, resident: Resident) -> None:
-    """Has the backward pass through what a module returned ask for the unit, where no parameter could see to it."""
-    for tensor in _tensors(outputs):
+def watch_outputs(outputs: Any, resident: Resident, inputs: Any) -> None:
+    """Has the backward pass through what a module made of ``inputs`` ask for the unit, where no parameter could see to
+    it."""
+    before = _nodes(inputs) if resident.frozen else ()
+    for tensor in tensors(outputs):
         if tensor.grad_fn is not None:
-            _ask_before(tensor.grad_fn, resident)
+            _ask_before(tensor.grad_fn, resident, before)
 
 
-def _ask_before(node: torch.autograd.graph.Node, resident: Resident) -> None:
+def _ask_before(node: Node, resident: Resident, before: Collection[Node]) -> None:
+    """A function's last node, ``node``, asks, which runs first. Those between it and the nodes ``before`` the function
+    run while the unit waits for its gradients; where some get none, each asks."""
     asked = weakref.ref(resident)
 
     def ask(gradients: Any) -> None:
@@ -248,7 +261,24 @@ def _ask_before(node: torch.autograd.graph.Node, resident: Resident) -> None:
         if alive is not None and (not alive.in_backward or torch.is_grad_enabled()):
             alive.use_in_backward()
 
-    node.register_prehook(ask)
+    for one in _between(node, before) if resident.frozen else (node,):
+        one.register_prehook(ask)
+
+
+def _between(last: Node, before: Collection[Node]) -> list[Node]:
+    """``last`` and what it leads to, up to the nodes ``before`` and the leaves."""
+    found, seen = [last], {last, *before}
+    for node in found:
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and following.name() != _LEAF:
+                seen.add(following)
+                found.append(following)
+    return found
+
+
+def _nodes(values: Any) -> list[Node]:
+    """The autograd nodes of all tensors in it."""
+    return [tensor.grad_fn for tensor in tensors(values) if tensor.grad_fn is not None]
 
 
 def _as_edges(value: Any) -> Any:
@@ -267,7 +297,7 @@ def _note_writes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         "__imul__",
     )
     targets = [args[0]] if in_place and args else []
-    targets += list(_tensors(kwargs.get("out")))
+    targets += list(tensors(kwargs.get("out")))
     for target in targets:
         if isinstance(target, _GuardedView):
             for resident in _residents((target,), {})[0]:
@@ -296,12 +326,13 @@ def _residents(args: Any, kwargs: dict[str, Any]) -> tuple[list[Resident], bool]
     return found, views
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors(value: Any) -> Iterable[Tensor]:
+    """All that are in it, however deep in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors(item)

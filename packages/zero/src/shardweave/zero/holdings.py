@@ -207,7 +207,7 @@ class Holdings:
         self._leave_to_reducing()
         if not self._reduced or self._largest(self._reducer.order.late):
             self._reducer.finish()
-        self._reduced = True
+        self._reduced = self._reducer.order.collecting = True
 
     def summarize(self, *, with_presence: bool) -> Summary:
         """The state that all ranks agree on, after what is late, or trained since, was reduced as well.
@@ -294,7 +294,7 @@ class Holdings:
 
     def _let_go(self) -> None:
         """Of what only gradients needed: there are none any more."""
-        self._reduced = False
+        self._reduced = self._reducer.order.collecting = False
         self.unfreezing.drop_gradients()
         if self.gathered is not None:
             self.gathered.residency.let_go()
@@ -366,6 +366,7 @@ class Holdings:
         whole = sum(unit.plan.length * unit.formats.gradients.itemsize for unit in trained)
         self._eager = self._options.eager(whole)
         self._reducer = self._reduces(trained, eager=self._eager)
+        self._reducer.order.collecting = self._reduced
         self._note_frozen()
         self._norm = NormRanges(
             self.units,

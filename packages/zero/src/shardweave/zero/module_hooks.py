@@ -23,12 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
 from shardweave.comm import Subscription, gradient_work
 
-from .guard import watch_outputs
+from .guard import tensors, watch_outputs
 from .residency import Member, Residency
 
 __all__ = ["ModuleHooks"]
@@ -53,9 +54,11 @@ class ModuleHooks:
             members = tuple(owned.get(module, ()))
             is_root = any(module is root for root in roots)
             self._handles += [
-                module.register_forward_pre_hook(_Hook(self._entering(members)), prepend=True),
+                module.register_forward_pre_hook(
+                    _Hook(self._entering(members)), prepend=True, with_kwargs=True
+                ),
                 module.register_forward_hook(
-                    _Hook(self._leaving(members, is_root=is_root)), always_call=True
+                    _Hook(self._leaving(members, is_root=is_root)), always_call=True, with_kwargs=True
                 ),
             ]
         self._subscriptions: list[Subscription] = []
@@ -79,8 +82,7 @@ class ModuleHooks:
             handle.remove()
 
     def _entering(self, members: Sequence[Member]) -> Callable[..., None]:
-        @_disable_dynamo
-        def enter(module: nn.Module, arguments: Any) -> None:
+        def enter(module: nn.Module, arguments: Any, keywords: Any) -> None:
             self._running.append(module)
             depth = len(self._running)
             if not self._compiled and _in_compiled_code():
@@ -90,20 +92,36 @@ class ModuleHooks:
                 for member in inside:
                     member.unguard()
             else:
-                self._residency.enter(members, outermost=depth == 1)
+                inside = tuple(members)
+                self._residency.enter(inside, outermost=depth == 1)
+            if torch.is_grad_enabled() and any(member.frozen for member in inside):
+                self._tell_when_passed(
+                    module, [member for member in inside if member.frozen], (arguments, keywords)
+                )
 
         return enter
 
+    def _tell_when_passed(self, module: nn.Module, members: Sequence[Member], inputs: Any) -> None:
+        """When a backward pass has the gradients of a module's inputs, it has read what the module has."""
+        wanted = [tensor for tensor in tensors(inputs) if tensor.requires_grad]
+
+        def tell(gradients: Any) -> None:
+            handle.remove()  # an input may be a leaf, which comes again
+            for member in members:
+                self._residency.passed(member, id(module))
+
+        if wanted:
+            handle = torch.autograd.graph.register_multi_grad_hook(wanted, tell)
+
     def _leaving(self, members: Sequence[Member], *, is_root: bool) -> Callable[..., None]:
-        @_disable_dynamo
-        def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
+        def leave(module: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
             if not self._running or self._running[-1] is not module:
                 return  # another hook failed before it was entered
             last = is_root and len(self._running) == 1
             if self._compiled and self._compiled[-1][0] == len(self._running):
                 _, inside = self._compiled.pop()
                 for member in inside:
-                    watch_outputs(outputs, member)
+                    watch_outputs(outputs, member, (arguments, keywords))
                     member.guard()
                 self._residency.leave(inside, last=last)
             else:
@@ -127,6 +145,7 @@ class _Hook:
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
 
+    @_disable_dynamo
     def __call__(self, *arguments: Any) -> None:
         self._run(*arguments)
 

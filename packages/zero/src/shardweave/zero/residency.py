@@ -1,16 +1,15 @@
 """When a unit's parameters are gathered, and when they are released (ZeRO stage 3).
 
 A unit is *in use* while a module that owns it runs forward, and in a backward pass from the first node that reads it
-until all its gradients have arrived (deferred weight-gradients too). It is gathered when a use begins, unless it was
-gathered ahead, and released when the last one ends::
+until all its gradients have arrived (deferred weight-gradients too) and, if some parameters are frozen, those of the
+module's inputs. It is gathered when a use begins, unless it was gathered ahead, and released when the last one ends::
 
     forward      gather 0 | run 0        run 1        run 2             the order of uses is noted: the unit that
                           | gather 1     gather 2                       followed last time is gathered ahead
     backward     run 2                   run 1        run 0
                  gather 1                gather 0
 
-What is used next is not released in between: unit 2 stays for the backward pass that follows, unless it did not follow
-last time, or no gradients are recorded.
+What is used next is not released in between: unit 2 stays for the backward pass that follows, if it did last time.
 
 What is gathered and not in use is *idle*: gathered ahead, kept, or used outside of any module that owns it. Where a
 unit that is needed would go beyond ``max_live_parameters``, idle ones are released, those unused for longest first.
@@ -18,7 +17,9 @@ unit that is needed would go beyond ``max_live_parameters``, idle ones are relea
 [Note: One order]
     Gathering is collective, so all ranks have to begin uses in the same order; that order may change from step to step.
     What is gathered ahead, kept and released follows from the order alone. A use that does not follow the one before as
-    it did last time is agreed on first (``same_order.py``): any difference between ranks begins with one.
+    it did last time is a surprise, and any difference between ranks begins with one, on one of them at least. So
+    before anything is gathered after a surprise, all agree on it (``same_order.py``). Units that are always gathered
+    do not count: one rank alone may read those.
 
 [Note: Gradients of gradients]
     With ``create_graph`` the backward pass is recorded, and nobody watches over the nodes that it makes. So what such a
@@ -47,9 +48,16 @@ class Member:
     """One unit of a :class:`Residency`, with its state; what its guarded parameters ask."""
 
     def __init__(
-        self, number: int, flat: GatheredParameters, label: str, *, along: bool, residency: Residency
+        self,
+        number: int,
+        flat: GatheredParameters,
+        label: str,
+        *,
+        along: bool,
+        owners: int,
+        residency: Residency,
     ) -> None:
-        self.number, self.flat, self.label, self.along = number, flat, label, along
+        self.number, self.flat, self.label, self.along, self.owners = number, flat, label, along, owners
         self.users = 0
         """Forward passes, and contexts, that use it now."""
         self.task: int | None = None
@@ -60,6 +68,10 @@ class Member:
         """The backward pass in which they did."""
         self.trained = 0
         """How many there are to be."""
+        self.frozen = False
+        """See :class:`~.guard.Resident`; as it was when a module that owns it last began, or a backward pass."""
+        self.passed: set[int] = set()
+        """Modules, of the ``owners`` that own it, whose inputs' gradients are complete in this backward pass."""
         self.used_at = 0
         self.held = False
         """Whether a graph of gradients may read it, until the step. See [Note: Gradients of gradients]."""
@@ -79,6 +91,19 @@ class Member:
     def owed(self) -> bool:
         """Whether weight gradients were put off and are still to be computed."""
         return any(gradient_work(parameter).deferred for parameter in self.flat.parameters)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether no node of this backward pass is going to read it any more."""
+        if len(self.arrived) < self.trained or self.owed:
+            return False
+        return not self.frozen or len(self.passed) >= self.owners
+
+    def count_trained(self) -> None:
+        """Looks which of its parameters are trained now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.trained = sum(parameter.requires_grad for parameter in self.flat.parameters)
+        self.frozen = self.trained < len(self.flat.parameters)
 
     def use(self, along: Sequence[Resident]) -> None:
         """See :class:`~.guard.Resident`."""
@@ -122,15 +147,16 @@ class Member:
 class Residency:
     """Gathers and releases the units of one optimizer, on one rank. See [Note: One order].
 
-    ``flats``: of the units, in forward order; ``labels``: what to call them; ``same``: over the ranks that gather
-    together; ``along``: numbers of those that are in use from a pass' beginning to its end, or nearly. Nothing but
-    persistent units is gathered afterwards.
+    ``flats``: of the units, in forward order; ``labels``: what to call them; ``owners``: how many modules own each;
+    ``same``: over the ranks that gather together; ``along``: numbers of those that are in use from a pass' beginning to
+    its end, or nearly. Nothing but persistent units is gathered afterwards.
     """
 
     def __init__(
         self,
         flats: Sequence[GatheredParameters],
         labels: Sequence[str],
+        owners: Sequence[int],
         options: Gathering,
         same: SameOrder,
         along: Collection[int] = (),
@@ -138,8 +164,8 @@ class Residency:
         self._options = options
         self._check_bound(flats, labels)
         self.members = tuple(
-            Member(number, flat, label, along=number in along, residency=self)
-            for number, (flat, label) in enumerate(zip(flats, labels, strict=True))
+            Member(number, flat, label, along=number in along, owners=owned, residency=self)
+            for number, (flat, label, owned) in enumerate(zip(flats, labels, owners, strict=True))
         )
         self._live = 0
         self._kept: set[int] = set()
@@ -151,6 +177,8 @@ class Residency:
         self.contexts = 0
         """How many of :meth:`whole` are open."""
         self._tasks: set[int] = set()
+        self._surprise = ""
+        """A use that did not follow as it did last time, and that the ranks have not agreed on yet."""
         self._parted = False
         self.on_end: Callable[[], None] = lambda: None
         """Called by :meth:`end`."""
@@ -166,6 +194,7 @@ class Residency:
             self._drop_stale()
         for member in wanted:
             member.users += 1
+            member.count_trained()
         for member in wanted:
             if member.users == 1 and member.task is None:
                 self._require(member)
@@ -209,20 +238,24 @@ class Residency:
         if member.task is None:
             self._begin_arrivals(member, current_backward())
         member.arrived.add(slot)
-        if member.task is not None and len(member.arrived) >= member.trained and not member.owed:
-            member.task = None
-            member.arrived.clear()
-            self._release(member)
+        self._end_if_read(member)
+
+    def passed(self, member: Member, owner: int) -> None:
+        """The gradients of the inputs of one of the modules that own it are complete."""
+        member.passed.add(owner)
+        self._end_if_read(member)
 
     def reducing(self) -> None:
         """Gradients are about to be reduced, at the end of a step or a micro-batch."""
         if not self._order.note(REDUCTION):
-            self._agree(self._words())
+            self._surprise = self._surprise or self._words()
+        self._settle()
 
     @contextmanager
     def whole(self, wanted: Sequence[Member]) -> Iterator[None]:
         """Everything of ``wanted`` is gathered inside, whatever the bound; collective."""
-        self._agree(f"the parameters of {len(wanted)} units, in full_parameters()")
+        self._surprise = self._surprise or f"the parameters of {len(wanted)} units, in full_parameters()"
+        self._settle()
         self.contexts += 1
         for member in wanted:
             member.users += 1
@@ -294,15 +327,19 @@ class Residency:
 
     def _require(self, member: Member) -> None:
         """Begins a use: the values are there afterwards, and those of the next use are on their way."""
-        surprised = not self._order.note(Use(member.number, current_backward() >= 0))
+        if self._always(member) and member.flat.whole:
+            return
+        surprised = not self._order.note(Use(member.number, current_backward() >= 0, torch.is_grad_enabled()))
+        if surprised:
+            self._surprise = self._surprise or self._words()
         self._clock += 1
         member.used_at = self._clock
         if member in self._awaited:
             self._awaited.remove(member)
         if not member.flat.live and not self._fits(member) and not self._make_room(member):
             raise RuntimeError(self._too_much(member))
-        if surprised and (self._awaited or not member.flat.live):
-            self._agree(self._words())
+        if self._awaited or not member.flat.live:
+            self._settle()
         if surprised:
             stale, self._awaited = self._awaited, []
             for other in stale:
@@ -326,23 +363,35 @@ class Residency:
             if not member.flat.live:
                 if not self._fits(member):
                     return  # nothing is released for what may not be needed
+                self._settle()
                 self._awaited.append(member)
                 self._start(member)
 
-    def _agree(self, what: str) -> None:
-        """Raises where the ranks part. From then on nothing is waited for: what is under way never comes."""
-        self._parted = True
-        self._same.check(what)
-        self._parted = False
+    def _settle(self) -> None:
+        """Before something collective: agrees on what came as a surprise. See [Note: One order].
+
+        Raises where the ranks part. From then on nothing is waited for: what is under way never comes.
+        """
+        if self._surprise:
+            self._parted = True
+            self._same.check(self._surprise)
+            self._parted = False
+            self._surprise = ""
 
     def _words(self) -> str:
-        """The use that begins."""
+        """The use that begins; different words for different uses."""
         before, now = self._order.before, self._order.last
         assert now is not None
-        what = "nothing before gradients are reduced" if now == REDUCTION else self.members[now.number].label
+        what = "nothing before gradients are reduced" if now == REDUCTION else self._call(now)
         if before is None:
             return what
-        return f"{what} after {'the last reduction' if before == REDUCTION else self.members[before.number].label}"
+        return f"{what} after {'the last reduction' if before == REDUCTION else self._call(before)}"
+
+    def _call(self, use: Use) -> str:
+        label = self.members[use.number].label
+        if use.backward:
+            return f"{label} in a backward pass{', recorded,' if use.recorded else ''}"
+        return label if use.recorded else f"{label}, without gradients,"
 
     def _too_much(self, member: Member) -> str:
         used = [other for other in self.members if self._is_held(other, member) and other is not member]
@@ -385,8 +434,12 @@ class Residency:
         return self._fits(member)
 
     def _fits(self, member: Member) -> bool:
+        return self._within(self._live + member.size)
+
+    def _within(self, live: int) -> bool:
+        """Whether so many elements may be gathered; outside of a context, that is."""
         limit = self._options.max_live_parameters
-        return limit is None or self._live + member.size <= limit
+        return limit is None or live <= limit
 
     def _is_held(self, other: Member, needed: Member) -> bool:
         """Whether ``other`` has to stay while ``needed`` is gathered: a function may read both at once."""
@@ -397,13 +450,19 @@ class Residency:
         if member.task is None:
             member.task = task
             self._begin_arrivals(member, task)
-            with torch._C.DisableTorchFunctionSubclass():
-                member.trained = sum(parameter.requires_grad for parameter in member.flat.parameters)
+            member.passed.clear()
+            member.count_trained()
             if not member.users and not (member.held and member.flat.whole):
                 self._require(member)
             if task not in self._tasks:
                 self._tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
+
+    def _end_if_read(self, member: Member) -> None:
+        if member.task is not None and member.is_read:
+            member.task = None
+            member.arrived.clear()
+            self._release(member)
 
     def _begin_arrivals(self, member: Member, task: int) -> None:
         if member.arrived_in != task:
@@ -438,7 +497,7 @@ class Residency:
                 self._awaited.append(member)
             return
         kept = sum(self.members[number].size for number in self._kept)
-        if kept + member.size <= self._options.keep_gathered:
+        if kept + member.size <= self._options.keep_gathered and self._within(self._live):
             self._kept.add(member.number)
         else:
             self._free(member)
@@ -446,7 +505,7 @@ class Residency:
     def _next(self) -> set[int]:
         """Numbers of the units with which the backward pass began last time, if it is about to."""
         last = self._order.last
-        if last is None or last.backward or not torch.is_grad_enabled():
+        if last is None or last.backward:
             return set()
         return {use.number for use in self._order.foreseen(1 + self._options.prefetch) if use.backward}
 

@@ -55,7 +55,8 @@ class GatheredUnits:
             for number, of_unit in enumerate(homes)
             if any(part.module is root for part in of_unit.values() for root in roots)
         ]
-        self.residency = Residency(flats, labels, options, SameOrder(shard), along)
+        owners = [len({part.module for part in of_unit.values()}) for of_unit in homes]
+        self.residency = Residency(flats, labels, owners, options, SameOrder(shard), along)
         owned: dict[nn.Module, list[Member]] = {}
         for member, of_unit in zip(self.residency.members, homes, strict=True):
             for module in dict.fromkeys(part.module for part in of_unit.values()):

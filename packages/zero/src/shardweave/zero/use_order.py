@@ -20,6 +20,8 @@ class Use(NamedTuple):
 
     number: int
     backward: bool | None
+    recorded: bool = True
+    """Whether gradients are: what follows an evaluation is not what follows a training step's forward pass."""
 
 
 REDUCTION = Use(-2, None)

@@ -27,10 +27,11 @@ different things. So the *order* never depends on arrival:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ class Reducible(Protocol):
         ...
 
 
+_Travelling: TypeAlias = deque[tuple[Reducible, Tensor, Pending[Tensor]]]
+
+
 class OrderedReduction:
     """Listens to the gradients of the buckets and launches their reductions. See [Note: Cycles].
 
@@ -85,9 +89,13 @@ class OrderedReduction:
         self._ready: list[set[int]] = [set() for _ in buckets]
         self._expected = [len(bucket.local.parameters) for bucket in self._order]
         self._backward = -1
-        self._in_flight: deque[tuple[Reducible, Tensor, Pending[Tensor]]] = deque()
+        self._in_flight: _Travelling = deque()
+        # See [Note: Dropped with work under way]
+        weakref.finalize(self, _arrive, self._in_flight).atexit = False
         self._accumulating = 0
         self._touched = False
+        self.collecting = False
+        """Whether nothing is launched but by :meth:`finish`. See [Note: Late gradients]."""
         self.held_whole = False
         """Whether someone else, a pipeline, held gradients over its micro-batches. Where those end is not said, so
         they cannot close a cycle, and gradients stay whole."""
@@ -166,9 +174,10 @@ class OrderedReduction:
             self._touched = True
             ready = self._ready[number]
             ready.add(slot)
-            if self._early and number == self._next and len(ready) >= self._expected[number]:
-                self._advance()
-            self._watch_backward()
+            if not self.collecting:
+                if self._early and number == self._next and len(ready) >= self._expected[number]:
+                    self._advance()
+                self._watch_backward()
         else:
             local.adopt(slot)
             self.held_whole |= self._eager and not self._accumulating
@@ -206,6 +215,13 @@ class OrderedReduction:
     def _close(self) -> None:
         while self._next < len(self._order):
             self._launch()
+
+
+def _arrive(travelling: _Travelling) -> None:
+    """Waits for what is under way, whose results nobody is there to take."""
+    while travelling:
+        with contextlib.suppress(RuntimeError):  # of the transport: there is nobody to tell either
+            travelling.popleft()[2].wait()
 
 
 def _current_backward() -> int:
