@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, barrier, gradient_work
 from shardweave.comm.testing import RankError, run_ranks
-from shardweave.zero import ZeroOptimizer
+from shardweave.zero import MixedPrecision, ZeroOptimizer
 
 SMALL = 0.0003
 # stage, shard_between_micro_batches
@@ -343,6 +343,31 @@ def test_bytes_of_each_stage() -> None:
         psi + 5,
         len(optimizer.units) + 1,
     )  # and the five numbers of the summary
+
+
+@pytest.mark.ranks(3)
+def test_sums_of_sixteen_bit_floats_are_stage_ones_in_as_many_bytes() -> None:
+    """Whole gradients, summed part by part: bit for bit, with late gradients and forgotten ones."""
+    mesh = Mesh(dp=3)
+    axis = mesh.data
+    weights, sent = [], []
+    for stage in (0, 1):
+        net = model(dtype=torch.bfloat16)
+        optimizer = sgd(net, axis, stage, precision=MixedPrecision(gradients=torch.bfloat16))
+        for step in range(4):
+            mesh.ledger.reset()
+            loss_of(net, batch(step, axis.rank).bfloat16()).backward()
+            if step == 1:
+                optimizer.zero_grad()
+            if step == 2:
+                loss_of(net, batch(step, axis.rank, 1).bfloat16()).backward()
+            optimizer.step()
+        weights.append([piece for p in net.parameters() for piece in p.flatten().tolist()])
+        kinds = ("all_gather", "reduce_scatter")
+        sent.append(sum(mesh.ledger.total("data", kind).sent for kind in kinds))
+        psi = sum(unit.length for unit in optimizer.units)
+        assert abs(sent[-1] - 2 * psi * 2 * 2 / 3) <= 2 * 2 * len(optimizer.units)
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.ranks(2)

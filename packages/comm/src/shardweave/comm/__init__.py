@@ -84,7 +84,7 @@ from .mesh import Mesh
 from .options import CommOptions
 from .p2p import Message, exchange, receive, send, start_receive, start_send
 from .partition import split_range, split_sizes
-from .pending import Pending
+from .pending import Pending, wait_when_dropped
 from .probe import measure_links
 from .random import (
     DropoutStreams,
@@ -206,4 +206,5 @@ __all__ = [
     "start_reduce_to_shard",
     "start_send",
     "sum_partial_gradients",
+    "wait_when_dropped",
 ]

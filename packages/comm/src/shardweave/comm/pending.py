@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from .books import Entry
 from .guards import Ticket
 from .stream import StreamWork, TimedWork
 
-__all__ = ["Pending"]
+__all__ = ["Pending", "wait_when_dropped"]
 
 T = TypeVar("T")
 
@@ -82,3 +84,18 @@ class Pending(Generic[T]):
         """Seconds that the works took. A backend does not say when it was done: then until it was seen so, ``now``."""
         timed = [work for work in self._works if isinstance(work, TimedWork)]
         return sum(work.seconds for work in timed) if len(timed) == len(self._works) else now - self._launched
+
+
+def wait_when_dropped(owner: object, travelling: Iterable[tuple[Any, Pending[Any]]]) -> None:
+    """When ``owner`` is no more, what is in its list ``travelling`` by then is waited for, before its buffers go.
+
+    They would be dropped on their way otherwise, and the next collective on these connections be taken for a part of
+    theirs. The list holds pairs of what belongs together, and must not hold the owner.
+    """
+    weakref.finalize(owner, _arrive, travelling).atexit = False
+
+
+def _arrive(travelling: Iterable[tuple[Any, Pending[Any]]]) -> None:
+    for _, pending in travelling:
+        with contextlib.suppress(RuntimeError):  # of the transport: nobody is there to be told
+            pending.wait()

@@ -237,12 +237,13 @@ class Holdings:
         """Takes the step, with the users' ``groups`` as they are now and gradients multiplied by ``factor``.
 
         Unit by unit, so that a unit's all-gather travels while the next one is updated, and the temporary tensors of
-        torch's implementation are as large as one unit's shard.
+        torch's implementation are as large as one unit's shard. The first unit comes last: units are filled from the
+        end, so it is the smallest, and its all-gather has nothing to travel beside.
         """
         if self.gathered is not None:
             self.gathered.residency.forget()  # nobody reads a shard any more that is about to change
         pending = []
-        for unit in self.units:
+        for unit in reversed(self.units):
             unit.step(groups, factor)
             pending.append(unit.start_all_gather())
         self._gather(pending)

@@ -36,7 +36,8 @@ class Reducer:
             units,
             alone=axis.size == 1,
             eager=eager,
-            in_flight=fit if frees or _widened(units) else max(fit, _IN_FLIGHT),
+            in_flight=fit if frees else max(fit, _IN_FLIGHT),
+            as_it_comes=not any(unit.sums_parts for unit in units),
         )
 
     def finish(self) -> None:
@@ -67,8 +68,3 @@ def _fit(units: Sequence[Unit], size: int) -> int:
     """How many units' gradients take ``size`` bytes at most; at least one."""
     largest = max((unit.plan.length * unit.formats.gradients.itemsize for unit in units), default=0)
     return max(1, size // largest) if largest else 1
-
-
-def _widened(units: Sequence[Unit]) -> bool:
-    """Whether what travels is added up in a float32 copy of the whole, twice its size: 16-bit all-reduces."""
-    return any(unit.formats.reduction.itemsize < 4 and not unit.sharded for unit in units)

@@ -14,6 +14,12 @@
     gradient needs no memory of its own. It has to make room before the buffer collects gradients again, which happens
     only when more arrive before the step, see [Note: Late gradients] in ``shardweave.comm.buckets.order``.
 
+[Note: Sums of parts]
+    16-bit floats are added up in float32, or every hop of an all-reduce would round. Where whole gradients are reduced
+    (stage 0), each rank adds up a part of them, rounds it once, and the parts are gathered: the bytes of an all-reduce
+    in 16 bits, with each element summed on one rank only. The second half is launched when the first one's result is
+    taken.
+
 [Note: Reduced gradients keep their format]
     The update is computed in the masters' format, and torch's optimizers want the gradient in it. A copy of all of them
     would cost as much again as 16-bit gradients save; a step copies one unit's at a time.
@@ -35,10 +41,12 @@ from shardweave.comm import (
     Compression,
     Pending,
     Segment,
+    split_sizes,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     start_reduce_to_shard,
+    wait_when_dropped,
 )
 
 from .flat import FlatParameters
@@ -78,6 +86,7 @@ class Unit:
         self.shard = Shard(flat, position, formats, whole=options.ownership == "tensor")
         flat.settle(formats.parameters)
         self._axis, self._shard_axis, self._op = axis, shard_axis, options.reduction
+        self._cuts = split_sizes(plan.length, axis.size)  # for [Note: Sums of parts]
         self._frees = options.stage >= 2
         self.local = BucketMemory(
             flat.parameters,
@@ -97,6 +106,16 @@ class Unit:
         self.compressed = self._compression(options.compression)
         """How its gradients are sent, where they are compressed."""
         self._incoming: Tensor | None = None
+        self._gathering: list[tuple[Tensor, Pending[Tensor]]] = []
+        """Buffers whose parts are summed, and on their way to all ranks."""
+        wait_when_dropped(self, self._gathering)
+
+    @property
+    def sums_parts(self) -> bool:
+        """See [Note: Sums of parts]."""
+        if self.sharded or self.compressed is not None or self.plan.key.partial or self._axis.size == 1:
+            return False
+        return self.formats.gradients.itemsize < 4 and self.formats.reduction == self.formats.gradients
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -111,7 +130,8 @@ class Unit:
     @property
     def holds_gradients(self) -> bool:
         """Whether there is a gradient here, reduced or not, that no step has used."""
-        return self.local.waiting or self._incoming is not None or self.shard.gradient is not None
+        on_the_way = self._incoming is not None or bool(self._gathering)
+        return self.local.waiting or on_the_way or self.shard.gradient is not None
 
     @property
     def broken_here(self) -> bool:
@@ -129,6 +149,9 @@ class Unit:
             return buffer, Pending.ready(buffer)
         if self.compressed is not None:
             return buffer, self.compressed.start(buffer[: self.plan.numel], self._op)
+        if self.sums_parts:
+            out = buffer.split(self._cuts)[self._axis.rank]
+            return buffer, start_reduce_scatter(buffer, self._axis, sizes=self._cuts, out=out, op=self._op)
         wire = buffer.to(self.formats.reduction)
         if not self.sharded:
             return buffer, start_all_reduce(wire, self._axis, self._op)
@@ -140,6 +163,10 @@ class Unit:
     def accept(self, buffer: Tensor, pending: Pending[Tensor]) -> None:
         """Waits for a reduction and adds its result to what came before."""
         result = pending.wait()
+        if self.sums_parts:
+            gather = start_all_gather(result, self._axis, sizes=self._cuts, out=buffer)
+            self._gathering.append((buffer, gather))
+            return
         if self.compressed is not None:  # reduced everywhere, in place
             part = self._part(buffer)
             result = part.clone() if self.sharded and self._frees else part
@@ -147,11 +174,7 @@ class Unit:
             result = buffer.copy_(result)
         if self.sharded:
             self.local.give_back(buffer)
-        if self._incoming is None:
-            self._incoming = result
-        else:
-            self._incoming.add_(result)
-            self._recycle(result)
+        self._collect(result)
 
     def start_partial_sum(self, axis: Axis) -> Pending[Tensor] | None:
         """Launches the sum over one more axis of what :meth:`accept` collected."""
@@ -159,6 +182,7 @@ class Unit:
 
     def complete_gradient(self) -> None:
         """What was collected is final: it becomes part of the shard's gradient."""
+        self._end_gathering()
         incoming, self._incoming = self._incoming, None
         if self.shard.gradient is None:
             self.shard.gradient = incoming
@@ -168,12 +192,27 @@ class Unit:
 
     def drop_gradient(self) -> None:
         """Forgets local and reduced gradients; their memory is kept for the next step below stage 2."""
+        self._end_gathering()
         self._extremes.clear()
         self.local.clear()
         for reduced in (self.shard.gradient, self._incoming):
             if reduced is not None:
                 self._recycle(reduced)
         self.shard.gradient = self._incoming = None
+
+    def _collect(self, reduced: Tensor) -> None:
+        """Adds it to what came before."""
+        if self._incoming is None:
+            self._incoming = reduced
+        else:
+            self._incoming.add_(reduced)
+            self._recycle(reduced)
+
+    def _end_gathering(self) -> None:
+        for buffer, pending in self._gathering:
+            pending.wait()
+            self._collect(buffer)
+        self._gathering.clear()
 
     def _recycle(self, reduced: Tensor) -> None:
         """A reduced gradient is not needed any more: a whole one is the buffer that collects the next."""

@@ -27,16 +27,15 @@ different things. So the *order* never depends on arrival:
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..pending import Pending
+from ..pending import Pending, wait_when_dropped
 from ..readiness import Subscription, gradient_work
 from .memory import BucketMemory
 
@@ -60,9 +59,6 @@ class Reducible(Protocol):
         ...
 
 
-_Travelling: TypeAlias = deque[tuple[Reducible, Tensor, Pending[Tensor]]]
-
-
 class OrderedReduction:
     """Listens to the gradients of the buckets and launches their reductions. See [Note: Cycles].
 
@@ -70,7 +66,8 @@ class OrderedReduction:
     ``.grad`` until :meth:`finish`. ``eager``: reduce each micro-batch of an accumulation's window. ``early``: launch
     during the backward pass; otherwise all at its end, in the same order. ``in_flight``: launched reductions whose
     buffers may exist at once, where their memory is freed afterwards: the backward pass then waits for a slow link
-    instead of filling the memory; ``None``: as many as there are.
+    instead of filling the memory; ``None``: as many as there are. ``as_it_comes``: whether a result may be taken as
+    soon as it is there, which is earlier on some ranks; not where taking it launches something.
     """
 
     def __init__(
@@ -81,17 +78,18 @@ class OrderedReduction:
         eager: bool = False,
         early: bool = True,
         in_flight: int | None = None,
+        as_it_comes: bool = True,
     ) -> None:
         self._order = tuple(reversed(buckets))
         self._alone, self._eager, self._early = alone, eager, early
         self._at_once = len(buckets) if in_flight is None else in_flight
+        self._as_it_comes = as_it_comes
         self._next = 0
         self._ready: list[set[int]] = [set() for _ in buckets]
         self._expected = [len(bucket.local.parameters) for bucket in self._order]
         self._backward = -1
-        self._in_flight: _Travelling = deque()
-        # See [Note: Dropped with work under way]
-        weakref.finalize(self, _arrive, self._in_flight).atexit = False
+        self._in_flight: deque[tuple[tuple[Reducible, Tensor], Pending[Tensor]]] = deque()
+        wait_when_dropped(self, self._in_flight)  # after a backward pass without a step
         self._accumulating = 0
         self._touched = False
         self.collecting = False
@@ -204,24 +202,20 @@ class OrderedReduction:
         bucket = self._order[self._next]
         self._ready[self._next].clear()
         self._next += 1
-        while self._in_flight and (len(self._in_flight) >= self._at_once or self._in_flight[0][2].done()):
+        while self._in_flight and (
+            len(self._in_flight) >= self._at_once or (self._as_it_comes and self._in_flight[0][1].done())
+        ):
             self._retire()
-        self._in_flight.append((bucket, *bucket.start_reduction()))
+        buffer, pending = bucket.start_reduction()
+        self._in_flight.append(((bucket, buffer), pending))
 
     def _retire(self) -> None:
-        bucket, buffer, pending = self._in_flight.popleft()
+        (bucket, buffer), pending = self._in_flight.popleft()
         bucket.accept(buffer, pending)
 
     def _close(self) -> None:
         while self._next < len(self._order):
             self._launch()
-
-
-def _arrive(travelling: _Travelling) -> None:
-    """Waits for what is under way, whose results nobody is there to take."""
-    while travelling:
-        with contextlib.suppress(RuntimeError):  # of the transport: there is nobody to tell either
-            travelling.popleft()[2].wait()
 
 
 def _current_backward() -> int:
