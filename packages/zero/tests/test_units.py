@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from shardweave.comm import Axis
-from shardweave.zero import Member, UnitKey, UnitPlan, plan_units
+from shardweave.comm import Axis, Mesh, Topology
+from shardweave.zero import Member, UnitKey, UnitPlan, ZeroOptimizer, plan_units
+from shardweave.zero.units import unit_mb
 
 KEY = UnitKey(torch.float32, torch.device("cpu"))
 TP = Axis("tp", (0,), 0)
@@ -94,6 +96,22 @@ def test_what_does_not_fill_a_unit_comes_first_in_forward_order() -> None:
     """It is launched last, and hidden by nothing."""
     members = [member(i, 2) for i in range(5)]
     assert draw(plan_units(members, shards=1, bucket_bytes=4 * 4)) == ["aa", "bbcc", "ddee"]
+
+
+def test_units_are_25_mib_inside_a_node_unless_told_otherwise() -> None:
+    assert unit_mb(None, far=False) == 25
+    assert unit_mb(None, far=True) is None
+    assert unit_mb(3, far=False) == unit_mb(3, far=True) == 3
+
+
+@pytest.mark.ranks(2)
+def test_units_by_the_links_of_the_data_axis() -> None:
+    for topology, units in ((Topology.told(2, 2), 1), (Topology.told(2, 1), 2)):
+        mesh = Mesh(dp=2, topology=topology)
+        weights = nn.ParameterList(nn.Parameter(torch.zeros(2**20)) for _ in range(4))
+        optimizer = ZeroOptimizer(weights.parameters(), torch.optim.SGD, data=mesh.data)
+        assert len(optimizer.units) == units
+        mesh.close()
 
 
 @pytest.mark.parametrize("mib, units", [(1, 1), (16, 2), (320, 16), (1024, 41)])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from .shards import Piece, ShardPiece
 from .stage3 import GatheredUnits
 from .trained import TrainedParameters, Unfreezing
 from .unit import Unit
+from .units import unit_mb
 
 __all__ = ["Holdings"]
 
@@ -63,7 +65,9 @@ class Holdings:
         units: UnitChoice | None = None,
         initialize: Initialize | None = None,
     ) -> None:
-        self._given, self._axes, self._options = given, axes, options
+        self._given, self._axes = given, axes
+        far = bool(self._largest(axes.data.link == "network"))  # anywhere: copies of a unit are cut alike
+        self._options = options = replace(options, bucket_mb=unit_mb(options.bucket_mb, far=far))
         self._make_optimizer, self._states, self._initialize = make_optimizer, states, initialize
         self.closed = False
         """Whether another optimizer was built over some of the parameters."""

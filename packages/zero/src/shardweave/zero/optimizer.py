@@ -84,8 +84,8 @@ class ZeroOptimizer(Optimizer):
     ``data``: the axis to reduce over and to shard over (``mesh.data``). ``model``: the axis over which the
     model itself is spread (``mesh.model``); needed when parameters carry sharding records.
     ``stage``: 0 to 3, see the module's table. ``clip``: largest global gradient norm, as
-    ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters; ``None``: a
-    sixteenth of them, between 12 and 25.
+    ``torch.nn.utils.clip_grad_norm_`` clips. ``bucket_mb``: size of a unit in MiB of parameters; ``None``: 25,
+    or, where gradients travel between nodes, a sixteenth of them, between 12 and 25.
     ``shard_between_micro_batches``: from stage 2 on, whether :meth:`accumulate` reduces each micro-batch and keeps
     only the shard (default: yes). ``False`` keeps whole gradients until the last one: as much memory as
     stage 1 while accumulating, and the bytes of one reduction a step. A pipeline that holds gradients over
