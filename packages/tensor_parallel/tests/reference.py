@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardweave import comm
 from shardweave.comm import Axis, full_index, gradient_norm, scatter_to, sum_partial_gradients
+from shardweave.tensor_parallel import assert_replicas_equal
 
 F64 = torch.float64
 
@@ -94,3 +95,4 @@ def assert_same_training(
         for optimizer in optimizers:
             optimizer.step()
     assert_parameters_equal(split, reference)
+    assert_replicas_equal(split, axis)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardweave import comm
 from shardweave.comm import Axis, Mesh, sharding_of
-from shardweave.tensor_parallel import check_replicas, parallelize
+from shardweave.tensor_parallel import assert_replicas_equal, parallelize
 
 PLAN = {
     "embed": "vocab",
@@ -100,7 +100,7 @@ def test_the_module_trains_as_before(ranks: int, sequence: bool, tied: bool) -> 
     same = parallelize(split, plan, axis, sequence_dim=1 if sequence else None)
     assert same is split
     assert_same_training(split, reference, axis, lambda: step(split), lambda: step(reference))
-    check_replicas(split, axis)
+    assert_replicas_equal(split, axis)
     if tied:
         assert split.head.weight is split.embed.weight
 

@@ -16,12 +16,12 @@ from packages.tensor_parallel.tests.reference import (
 from torch import Tensor, nn
 
 from shardweave import comm
-from shardweave.comm import Axis, Mesh, Sharding, sharding_of, sum_partial_gradients
+from shardweave.comm import Axis, Mesh, Sharding, Split, sharding_of, sum_partial_gradients
 from shardweave.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,
     RowParallelLinear,
-    check_replicas,
+    assert_replicas_equal,
     mark_partial,
 )
 
@@ -75,7 +75,7 @@ def test_b021_copies_get_whole_gradients_and_stay_equal(sequence_dim: int | None
                 assert torch.equal(copies[0], copies[1]), name
         for optimizer in optimizers:
             optimizer.step()
-    check_replicas(split, axis)
+    assert_replicas_equal(split, axis)
     one = blocks(axis, sequence_dim=sequence_dim)
     backward(one, axis, sequence_dim)
     alone = blocks(Axis.single(), sequence_dim=None)
@@ -87,7 +87,7 @@ def test_b021_copies_get_whole_gradients_and_stay_equal(sequence_dim: int | None
 def test_b021_a_forgotten_mark_is_found() -> None:
     axis = Mesh(tp=2).tp
     split = blocks(axis, sequence_dim=0, mark=False)
-    check_replicas(split, axis)
+    assert_replicas_equal(split, axis)
     optimizer = torch.optim.Adam(split.parameters(), lr=0.01)
     backward(split, axis, 0)
     sum_partial_gradients(split.parameters())
@@ -95,30 +95,78 @@ def test_b021_a_forgotten_mark_is_found() -> None:
     with pytest.raises(
         RuntimeError, match=r"2 ranks of axis 'tp' differ: 0.norm1.weight, 0.norm1.bias, 0.norm2.weight"
     ):
-        check_replicas(split, axis)
+        assert_replicas_equal(split, axis)
 
 
 @pytest.mark.ranks(4)
 def test_copies_of_a_slice_are_compared_among_their_ranks() -> None:
     axis = Mesh(tp=4).tp
     layer = ParallelAttention(8, 4, axis, kv_heads=2)
-    check_replicas(layer, axis)
+    assert_replicas_equal(layer, axis)
     if axis.rank == 3:
         with torch.no_grad():
             layer.key.weight[0, 0] += 1
-    with pytest.raises(RuntimeError, match=r"differ: key.weight;"):  # on all four
-        check_replicas(layer, axis)
+    with pytest.raises(
+        RuntimeError, match=r"differ: key.weight; .*, rank 3 differs: at \[0, 0\] rank 3 .* rank 2"
+    ):
+        assert_replicas_equal(layer, axis)  # on all four
+    block = axis.blocks(2)  # the ranks that share a head
+    if block.ranks[0] == 0:
+        assert_replicas_equal(layer, block)
+    else:
+        with pytest.raises(RuntimeError, match=r"on the 2 ranks of axis 'tp' differ: key\.weight;"):
+            assert_replicas_equal(layer, block)
+
+
+@pytest.mark.ranks(4)
+def test_the_first_difference_is_told_on_every_rank() -> None:
+    axis = Mesh(tp=4).tp
+    module = nn.ParameterDict({"a": values(2), "b": values(3, 5), "c": values(4)})
+    with torch.no_grad():
+        if axis.rank == 2:
+            module["b"][1, 3] = 0.25
+            module["b"][2, 0] = 7
+        if axis.rank in (1, 2):
+            module["c"][0] = 1
+    expected = (
+        r"4 ranks of axis 'tp' differ: b, c; in the first, b, rank 2 differs: at \[1, 3\] rank 2 has 0\.25 and rank 0 "
+        rf"has {values(3, 5)[1, 3].item()!r}\. "
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        assert_replicas_equal(module, axis)
+    with pytest.raises(
+        RuntimeError, match=r"in the first, c, rank 1, rank 2 differ: at \[0\] rank 1 has 1.0 "
+    ):
+        assert_replicas_equal(nn.ParameterDict({"c": module["c"]}), axis)
+
+
+@pytest.mark.ranks(4)
+def test_slices_within_the_axis_are_no_copies() -> None:
+    mesh = Mesh(dp=2, cp=2)
+    piece = nn.Parameter(torch.full((2,), float(mesh.cp.rank)))
+    comm.set_sharding(piece, Sharding("piece", (4,), (Split(mesh.cp, 0, 2 * mesh.cp.rank),)))
+    module = nn.ParameterDict({"piece": piece})
+    for axis in (mesh.cp, mesh.dp, mesh.data):
+        assert_replicas_equal(module, axis)
+    assert_replicas_equal(module, mesh.world)
+    if mesh.world.rank == 3:
+        piece.data += 1
+    with pytest.raises(
+        RuntimeError, match=r"axis 'data' differ: piece; .* rank 3 has 2.0 and rank 1 has 1.0"
+    ):
+        assert_replicas_equal(module, mesh.data)
+    assert_replicas_equal(module, mesh.cp)
 
 
 @pytest.mark.ranks(2)
 def test_bits_are_compared() -> None:
     axis = Mesh(tp=2).tp
     module = nn.ParameterDict({"a": torch.full((2,), float("nan")), "b": torch.tensor(0.0)})
-    check_replicas(module, axis)
+    assert_replicas_equal(module, axis)
     with torch.no_grad():
         module["b"].fill_(-0.0 if axis.is_first else 0.0)
     with pytest.raises(RuntimeError, match="differ: b;"):
-        check_replicas(module, axis)
+        assert_replicas_equal(module, axis)
 
 
 @pytest.mark.ranks(2)
@@ -135,7 +183,7 @@ def test_marking() -> None:
     alone = nn.LayerNorm(4)
     mark_partial(alone, Axis.single())
     assert sharding_of(alone.weight).partial == ()
-    check_replicas(alone, Axis.single())
+    assert_replicas_equal(alone, Axis.single())
 
 
 @pytest.mark.ranks(2)

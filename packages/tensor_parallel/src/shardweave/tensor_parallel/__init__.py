@@ -8,7 +8,7 @@ embedding               :class:`VocabParallelEmbedding`
 cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
 attention               :class:`ParallelAttention`, with :class:`Rotary`, :class:`Alibi`
 parallelize             :func:`parallelize`: split the layers of a module that exists, by a plan of names
-replicas                :func:`mark_partial`, :func:`check_replicas`: parameters that are not split
+replicas                :func:`mark_partial`, :func:`assert_replicas_equal`: parameters that are not split
 features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds what
 products                :func:`column_linear`, :func:`row_linear`: the products as functions of given weights
 layer                   :class:`ParallelLayer`: base of the layers, keeps sharding records alive
@@ -31,7 +31,7 @@ from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
 from .products import column_linear, row_linear
-from .replicas import check_replicas, mark_partial
+from .replicas import assert_replicas_equal, check_replicas, mark_partial
 from .rotary import Rotary
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "__version__",
     "alibi_bias",
     "alibi_slopes",
+    "assert_replicas_equal",
     "check_replicas",
     "column_linear",
     "fused_linear",

@@ -2,20 +2,22 @@
 
 The layers of this package record their own parameters. A LayerNorm of the user's is an ordinary module: only
 the user knows that it sits where each rank sees a part of the tokens only. :func:`mark_partial` says so;
-forgetting it lets the copies drift apart without an error, which is what :func:`check_replicas` finds.
+forgetting it lets the copies drift apart without an error, which is what
+:func:`assert_replicas_equal` finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, all_reduce, broadcast, set_sharding, sharding_of
+from shardweave.comm import Axis, Sharding, broadcast, gather_values, set_sharding, sharding_of
 
-__all__ = ["check_replicas", "mark_partial"]
+__all__ = ["assert_replicas_equal", "check_replicas", "mark_partial"]
 
 
 def mark_partial(parameters: nn.Module | Iterable[nn.Parameter], axis: Axis) -> None:
@@ -44,47 +46,89 @@ def mark_partial(parameters: nn.Module | Iterable[nn.Parameter], axis: Axis) -> 
 
 
 @torch.no_grad()
-def check_replicas(module: nn.Module, axis: Axis) -> None:
-    """Checks that all ranks of ``axis`` hold the same bits of every parameter that is not split over it.
+def assert_replicas_equal(module: nn.Module, axis: Axis) -> None:
+    """Finds the first parameter that the ranks of ``axis`` should hold alike, bit for bit, and do not.
 
-    Ranks that share a slice (copies of one key/value head) are compared among each other. Every rank calls
-    it; a check for debugging and tests: it moves each such parameter once.
+    Looked at is every parameter that is not split over the axis. Ranks that share a slice (copies of one
+    key/value head) are compared among each other. Over a derived axis (``mesh.data``) a parameter that is split
+    over one of its factors is compared over the other factors; one whose split lies in the axis in some other way
+    has no copies there and is left out. Every rank of the axis calls it; a check for debugging and tests: it moves
+    each such parameter once, and one parameter's memory is needed beside the module.
 
     Raises:
-        RuntimeError: on all ranks of the axis, naming the parameters that differ.
+        RuntimeError: on all ranks of the axis. It names the parameters that differ, and for the first of them, in
+            the module's order, the ranks that differ and the first position and the values there.
     """
-    names, differs = [], []
+    names: list[str] = []
+    here: dict[str, tuple[list[int], str, str, int]] = {}
     for name, parameter, replicas in _replicated(module, axis):
+        if not names or names[-1] != name:
+            names.append(name)
         reference = broadcast(parameter.detach().clone(), replicas)
-        names.append(name)
-        differs.append(not torch.equal(_bits(reference), _bits(parameter.detach())))
+        differs = _difference(parameter.detach(), reference)
+        if differs is not None and name not in here:
+            where, own, other = differs
+            here[name] = (where, own, other, replicas.ranks[0])
     if not names:
         return
-    found = all_reduce(torch.tensor(differs, dtype=torch.int32, device=parameter.device), axis, "max")
-    wrong = [name for name, flag in zip(names, found.tolist(), strict=True) if flag]
+    found = gather_values(here, axis)
+    wrong = [name for name in names if any(name in rank for rank in found)]
     if wrong:
-        raise RuntimeError(
-            f"copies on the {axis.size} ranks of axis {axis.name!r} differ: {', '.join(wrong)}; a gradient "
-            "that is partial there was not marked (mark_partial) or not summed before the step, or the ranks "
-            "started from different values"
-        )
+        raise RuntimeError(_report(wrong, found, axis))
+
+
+check_replicas = assert_replicas_equal
+"""The earlier name of :func:`assert_replicas_equal`."""
+
+
+def _report(wrong: Sequence[str], found: Sequence[Mapping[str, Sequence[Any]]], axis: Axis) -> str:
+    first = wrong[0]
+    at = [f"rank {axis.ranks[position]}" for position, rank in enumerate(found) if first in rank]
+    where, own, other, source = next(rank[first] for rank in found if first in rank)
+    return (
+        f"copies on the {axis.size} ranks of axis {axis.name!r} differ: {', '.join(wrong)}; in the first, {first}, "
+        f"{', '.join(at)} {'differs' if len(at) == 1 else 'differ'}: at {where} {at[0]} has {own} and rank "
+        f"{source} has {other}. A gradient that is partial there was not marked (mark_partial) or not summed before "
+        "the step, or the ranks started from different values"
+    )
+
+
+def _difference(own: Tensor, reference: Tensor) -> tuple[list[int], str, str] | None:
+    """The first position at which the bits differ, with both values; ``None`` where they are equal."""
+    same = (_bits(own) == _bits(reference)).view(own.numel(), own.element_size()).all(1)
+    if bool(same.all()):
+        return None
+    flat = int((~same).nonzero()[0])
+    values = (repr(tensor.reshape(-1)[flat].item()) for tensor in (own, reference))
+    where = [int(index) for index in torch.unravel_index(torch.tensor(flat), own.shape)] if own.dim() else []
+    return where, *values
 
 
 def _replicated(module: nn.Module, axis: Axis) -> Iterator[tuple[str, Tensor, Axis]]:
     """Name, parameter and the ranks that hold the same values, where these are several."""
     for name, parameter in module.named_parameters():
         record = sharding_of(parameter)
-        if not any(split.axis == axis for split in record.splits):
-            replicas = axis
-        else:
-            shared = [part for part in record.partial if part != axis and set(part.ranks) < set(axis.ranks)]
-            if not shared:
-                continue
-            replicas = shared[0]
-        if replicas.size > 1 and axis not in record.exclusive:
-            yield name, parameter, replicas
+        if axis not in record.exclusive:
+            for replicas in _copies(record, axis):
+                if replicas.size > 1:
+                    yield name, parameter, replicas
+
+
+def _copies(record: Sharding, axis: Axis) -> list[Axis]:
+    """Axes in ``axis`` over which all ranks hold the same slice."""
+    cutting = [split.axis for split in record.splits if len(set(split.axis.ranks) & set(axis.ranks)) > 1]
+    if not cutting:
+        return [axis]
+    shared = [part for part in record.partial if part != axis and set(part.ranks) < set(axis.ranks)]
+    if axis in cutting:  # ranks with copies of a slice
+        return shared[:1]
+    if axis in record.partial and all(set(axis.ranks) < set(cut.ranks) for cut in cutting):
+        return [axis]  # asked about just those
+    if all(cut in axis.factors for cut in cutting):
+        return [factor for factor in axis.factors if factor not in cutting]
+    return []
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes: two NaN of the same bits are equal, 0.0 and -0.0 are not."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
