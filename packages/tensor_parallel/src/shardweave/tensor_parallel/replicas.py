@@ -99,9 +99,8 @@ def _difference(own: Tensor, reference: Tensor) -> tuple[list[int], str, str] | 
     if bool(same.all()):
         return None
     flat = int((~same).nonzero()[0])
-    values = (repr(tensor.reshape(-1)[flat].item()) for tensor in (own, reference))
     where = [int(index) for index in torch.unravel_index(torch.tensor(flat), own.shape)] if own.dim() else []
-    return where, *values
+    return where, repr(own.reshape(-1)[flat].item()), repr(reference.reshape(-1)[flat].item())
 
 
 def _replicated(module: nn.Module, axis: Axis) -> Iterator[tuple[str, Tensor, Axis]]:
