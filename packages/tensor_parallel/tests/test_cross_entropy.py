@@ -67,13 +67,64 @@ def test_the_z_loss_is_that_of_the_whole_vocabulary(ranks: int) -> None:
     assert_near(own.grad, part(full.grad, axis, 1))
 
 
+@on_ranks
+def test_label_smoothing_is_over_the_whole_vocabulary(ranks: int) -> None:
+    axis = Mesh(tp=ranks).tp
+    for vocab in (12, 11, 5, 3, 2):  # on 3 and 4 ranks: uneven parts, and ranks without columns
+        for smoothing, z_loss, ignored in ((0.1, 0.0, -100), (0.3, 0.01, -1), (1.0, 0.0, 0)):
+            full = values(5, 4, vocab, seed=vocab).mul(20).requires_grad_()
+            targets = torch.arange(20).view(5, 4) % vocab
+            targets[2, 1] = targets[4, 3] = ignored
+            weights = values(5, 4, seed=2)
+            right = F.cross_entropy(
+                full.flatten(0, 1),
+                targets.flatten(),
+                ignore_index=ignored,
+                reduction="none",
+                label_smoothing=smoothing,
+            ).view(5, 4)
+            right = right + z_loss * full.logsumexp(-1).square() * (targets != ignored)
+            (expected,) = torch.autograd.grad((right * weights).sum(), full)
+            own = part(full.detach(), axis, 2).clone().requires_grad_()
+            loss = vocab_parallel_cross_entropy(
+                own,
+                targets,
+                axis,
+                vocab_size=vocab,
+                ignore_index=ignored,
+                z_loss=z_loss,
+                label_smoothing=smoothing,
+            )
+            assert_near(loss, right)
+            (found,) = torch.autograd.grad((loss * weights).sum(), own)
+            assert_near(found, part(expected, axis, 2))
+
+
 @pytest.mark.ranks(2)
-def test_two_small_collectives_and_none_backward() -> None:
+def test_the_logits_of_the_caller_are_never_written() -> None:
+    axis = Mesh(tp=2).tp
+    for smoothing in (0.0, 0.1):
+        own = part(values(5, 4, 11).mul(3).float(), axis, 2).clone().requires_grad_()
+        before = own.detach().clone()
+        loss = vocab_parallel_cross_entropy(
+            own, torch.arange(20).view(5, 4) % 11, axis, vocab_size=11, z_loss=0.1, label_smoothing=smoothing
+        )
+        assert torch.equal(own.detach(), before)
+        loss.sum().backward()
+        assert torch.equal(own.detach(), before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numbers", [2, 3])
+def test_two_small_collectives_and_none_backward(numbers: int) -> None:
     mesh = Mesh(tp=2)
     logits = values(5, 6).requires_grad_()
-    vocab_parallel_cross_entropy(logits, torch.arange(5), mesh.tp, vocab_size=12).sum().backward()
+    smoothing = 0.0 if numbers == 2 else 0.1
+    vocab_parallel_cross_entropy(
+        logits, torch.arange(5), mesh.tp, vocab_size=12, label_smoothing=smoothing
+    ).sum().backward()
     total = mesh.ledger.total()
-    assert (total.calls, total.elements) == (2, 5 + 2 * 5)
+    assert (total.calls, total.elements) == (2, 5 + numbers * 5)
 
 
 def test_one_rank_communicates_nothing() -> None:
@@ -119,14 +170,15 @@ def test_statistics_are_float32_or_wider(dtype: torch.dtype) -> None:
 @pytest.mark.ranks(2)
 def test_large_logits_and_values_that_are_not_finite() -> None:
     axis = Mesh(tp=2).tp
-    full = torch.zeros(3, 6, dtype=F64)
+    full = torch.zeros(4, 6, dtype=F64)
     full[0, 1], full[0, 4] = 5000.0, -5000.0
     full[1] = math.nan  # ignored: takes part in nothing
     full[2, 0] = -math.inf  # a logit that is masked out
-    targets = torch.tensor([4, -100, 3])
+    full[3, 3:] = -math.inf  # all logits of a rank
+    targets = torch.tensor([4, -100, 3, 1])
     own = part(full, axis, 1).clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(own, targets, axis, vocab_size=6)
-    torch.testing.assert_close(loss, torch.tensor([10000.0, 0.0, math.log(5)], dtype=F64))
+    torch.testing.assert_close(loss, torch.tensor([10000.0, 0.0, math.log(5), math.log(3)], dtype=F64))
     loss.sum().backward()
     assert own.grad is not None
     assert torch.isfinite(own.grad).all()
@@ -211,6 +263,10 @@ def test_mistakes_are_named() -> None:
         vocab_parallel_cross_entropy(torch.zeros(3, 12), targets, axis, vocab_size=11)
     with pytest.raises(ValueError, match=r"targets of shape \(3,\) for logits of shape \(2, 11\)"):
         vocab_parallel_cross_entropy(torch.zeros(2, 11), targets, axis, vocab_size=11)
+    with pytest.raises(ValueError, match=r"label_smoothing 1\.5 is not in \[0, 1\]"):
+        vocab_parallel_cross_entropy(torch.zeros(3, 11), targets, axis, vocab_size=11, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"z_loss -1\.0 is not a factor of 0 or more"):
+        vocab_parallel_cross_entropy(torch.zeros(3, 11), targets, axis, vocab_size=11, z_loss=-1.0)
     with pytest.raises(ValueError, match="target 11 is outside the vocabulary of 11"):
         vocab_parallel_cross_entropy(torch.zeros(3, 11), targets + 11, axis, vocab_size=11)
     assert split_features(11, axis).length == 11

@@ -1,13 +1,7 @@
 """Cross entropy of logits whose vocabulary is split over an axis, without gathering them.
 
-Gathering would move and keep ``[tokens, vocab]`` on every rank. All that the ranks have to tell each other
-are two numbers a token, so there are two small collectives: the largest logit, and, stacked into one message,
-the sum of exponentials and the target's logit::
-
-    m  = max over ranks of max_v l_v                       collective 1, [tokens]
-    s  = sum over ranks of sum_v exp(l_v - m)              collective 2, [2, tokens]
-    t  = sum over ranks of (l_target - m if held here)
-    loss = log(s) - t                   dl_v = (exp(l_v - m) / s - [v is the target]) * dloss
+Gathering would move and keep ``[tokens, vocab]`` on every rank. All that the ranks have to tell each other are two
+numbers a token (three with label smoothing), in two small collectives; see ``token_loss.py`` for the sums.
 
 Statistics are float32 or wider whatever the logits are. The logits are never written to, are the only large
 thing kept for the backward pass, and are worked through in chunks of tokens, so no second matrix of their
@@ -16,19 +10,18 @@ size is made before their gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardweave.comm import Axis, all_reduce
+from shardweave.comm import Axis
 
-from .embedding import check_ids
 from .features import FeatureSplit, split_features
 from .products import as_rows
+from .token_loss import Labels, LossTerms, Statistics, TokenNumbers, labels_here
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -47,6 +40,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """The loss of each token, the same on every rank of ``axis``.
 
@@ -56,13 +50,15 @@ def vocab_parallel_cross_entropy(
     ``ignore_index``, and no gradient there. Sum it and divide by the number of valid tokens for the usual
     mean.
 
-    ``z_loss``: adds ``z_loss * log(s e^m)^2`` to each token's loss, which keeps the softmax' normaliser near
-    1 (Chowdhery et al., section 5, arXiv:2204.02311, with 1e-4).
+    ``z_loss``: adds ``z_loss * logsumexp(logits)^2`` to each token's loss, which keeps the softmax' normaliser near
+    1 (Chowdhery et al., section 5, arXiv:2204.02311, with 1e-4). ``label_smoothing``: this part of each label is
+    spread evenly over the whole vocabulary, as in ``F.cross_entropy`` (Szegedy et al., section 7, arXiv:1512.00567).
 
     Raises:
-        ValueError: when shapes do not fit, or a target is outside the vocabulary (looked for on the CPU
-            only).
+        ValueError: when shapes do not fit, an option is out of its range, or a target is outside the vocabulary
+            (looked for on the CPU only).
     """
+    terms = LossTerms(vocab_size=vocab_size, z_loss=z_loss, label_smoothing=label_smoothing)
     split = split_features(vocab_size, axis)
     if logits.shape[-1] != split.length:
         raise ValueError(
@@ -71,75 +67,41 @@ def vocab_parallel_cross_entropy(
         )
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}")
-    valid = targets != ignore_index
-    check_ids(targets.masked_fill(~valid, 0), vocab_size, "target")
-    return cast(Tensor, _CrossEntropy.apply(logits, targets, valid, axis, split, z_loss))  # type: ignore[no-untyped-call]
+    labels = labels_here(targets, ignore_index, split)
+    loss: Tensor = _CrossEntropy.apply(logits, labels, axis, split, terms)  # type: ignore[no-untyped-call]
+    return loss.view(targets.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        valid: Tensor,
-        axis: Axis,
-        split: FeatureSplit,
-        z_loss: float,
+        ctx: Any, logits: Tensor, labels: Labels, axis: Axis, split: FeatureSplit, terms: LossTerms
     ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
         rows = as_rows(logits)  # [tokens, vocab_r]
-        local, here = _locate(targets.reshape(-1), valid.reshape(-1), split)
-        largest = torch.full(rows.shape[:1], -math.inf, dtype=wide, device=rows.device)
-        sums = torch.zeros(2, rows.shape[0], dtype=wide, device=rows.device)
-        if split.length:  # a rank may be left over by a small vocabulary
-            largest.copy_(rows.amax(-1))
-        all_reduce(largest, axis, "max")
-        if split.length:
-            for part in _chunks(rows):
-                shifted = rows[part].to(wide) - largest[part].unsqueeze(-1)
-                target = shifted.gather(-1, local[part].unsqueeze(-1)).squeeze(-1)
-                sums[1, part] = target.masked_fill(~here[part], 0)
-                sums[0, part] = shifted.exp_().sum(-1)
-        exponentials, target = all_reduce(sums, axis).unbind(0)
-        logarithm = exponentials.log()
-        loss = logarithm - target
-        if z_loss:
-            loss = loss + z_loss * (logarithm + largest).square()
-        ctx.save_for_backward(logits, local, here, valid, largest, exponentials)
-        ctx.z_loss = z_loss
-        return loss.view(targets.shape).masked_fill(~valid, 0)
+        numbers = TokenNumbers(labels, split, terms, logits.dtype)
+        for part in _chunks(rows):
+            numbers.note(rows[part], part)
+        loss, statistics = numbers.loss(axis)
+        ctx.save_for_backward(logits, statistics.largest, statistics.exponentials)
+        ctx.labels, ctx.terms = labels, terms
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, here, valid, largest, exponentials = ctx.saved_tensors
-        rows = as_rows(logits)
+        logits, *of_tokens = ctx.saved_tensors
+        statistics, rows = Statistics(*of_tokens), as_rows(logits)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        scale = d_loss.reshape(-1)
-        of_softmax = scale  # d loss / d log(s): 1, and the z loss' part
-        if ctx.z_loss:
-            of_softmax = scale * (1 + 2 * ctx.z_loss * (exponentials.log() + largest))
-        ignored = ~valid.reshape(-1, 1)
-        for part in _chunks(rows) if rows.shape[-1] else ():
-            gradient = (rows[part].to(largest.dtype) - largest[part].unsqueeze(-1)).exp_()
-            gradient.mul_((of_softmax[part] / exponentials[part]).unsqueeze(-1))
-            own = torch.where(here[part], -scale[part], 0).unsqueeze(-1)
-            gradient.scatter_add_(-1, local[part].unsqueeze(-1), own)
-            # filled, not multiplied: an ignored token may have logits that are not finite
-            d_rows[part] = gradient.masked_fill_(ignored[part], 0)
-        return d_rows.view(logits.shape), None, None, None, None, None
-
-
-def _locate(targets: Tensor, valid: Tensor, split: FeatureSplit) -> tuple[Tensor, Tensor]:
-    """The targets as columns of this rank (0 where they are not), and whether they are here."""
-    local = targets - split.start
-    here = valid & (local >= 0) & (local < split.length)
-    return local.masked_fill(~here, 0), here
+        for part in _chunks(rows):
+            d_rows[part] = statistics.gradient(rows[part], part, ctx.labels, ctx.terms, d_loss)
+        return d_rows.view(logits.shape), None, None, None, None
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Runs of rows that are worked through in one go."""
+    """Runs of rows that are worked through in one go; none without columns, on a rank that a small vocabulary leaves
+    over."""
+    if not rows.shape[-1]:
+        return
     elements = _CHUNK_ON_CPU if rows.device.type == "cpu" else _CHUNK_ON_ACCELERATOR
     step = max(1, elements // rows.shape[-1])
     for first in range(0, rows.shape[0], step):
