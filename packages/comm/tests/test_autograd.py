@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardweave import comm
-from shardweave.comm import Axis, Mesh
+from shardweave.comm import Axis, CommOptions, Mesh
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -67,6 +67,47 @@ def test_all_to_all_goes_back_the_way_it_came() -> None:
     moved.backward(moved.detach())
     assert x.grad is not None
     assert torch.equal(x.grad, x)
+
+
+@pytest.mark.ranks(3)
+def test_rows_go_where_they_are_sent_and_their_gradients_come_back() -> None:
+    """Also where a rank sends nothing, keeps everything, or gets nothing; and on an axis without a group of its own."""
+    mesh = Mesh(tp=3, options=CommOptions(debug=True))
+    virtual = mesh.tp.subset((0, 1, 2))
+    assert virtual is not None
+    tables = (
+        [[2, 1, 3], [0, 4, 1], [5, 0, 0]],
+        [[0, 0, 0], [7, 0, 2], [1, 0, 3]],
+        [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+    )
+    for axis in (mesh.tp, virtual):
+        for sizes in tables:
+            arriving = [row[axis.rank] for row in sizes]
+            rows = {
+                (sender, to): drawn(10 * sender + to, sizes[sender][to], 5)
+                for sender in range(3)
+                for to in range(3)
+            }
+            x = torch.cat([rows[axis.rank, to] for to in range(3)]).requires_grad_()
+            mesh.ledger.reset()
+            came = comm.exchange_rows(x, axis, sizes[axis.rank], arriving)
+            assert torch.equal(came, torch.cat([rows[sender, axis.rank] for sender in range(3)]))
+            sent = sum(sizes[axis.rank]) - sizes[axis.rank][axis.rank]
+            assert mesh.ledger.total(axis.name, "all_to_all_uneven").sent == sent * 5 * 8
+            (came * drawn(99, *came.shape) * (1 + axis.rank)).sum().backward()
+            expected = []
+            for to in range(3):
+                theirs = drawn(99, sum(row[to] for row in sizes), 5) * (1 + to)
+                begin = sum(sizes[sender][to] for sender in range(axis.rank))
+                expected.append(theirs[begin : begin + sizes[axis.rank][to]])
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.cat(expected))
+    with pytest.raises(ValueError, match=r"sizes \(1, 1, 1\) do not sum to the 4 rows"):
+        comm.all_to_all_uneven(drawn(0, 4, 2), mesh.tp, [1, 1, 1], [1, 1, 1])
+    with pytest.raises(ValueError, match="this rank keeps 2 rows by sizes and 1 by arriving"):
+        comm.all_to_all_uneven(drawn(0, 6, 2), mesh.tp, [2, 2, 2], [1, 1, 1])
+    with pytest.raises(ValueError, match=r"sizes \(6,\) have to be 3 lengths"):
+        comm.all_to_all_uneven(drawn(0, 6, 2), mesh.tp, [6], [2, 2, 2])
 
 
 @pytest.mark.ranks(2)

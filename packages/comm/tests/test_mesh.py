@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 
 import pytest
@@ -53,8 +54,14 @@ def test_a_mesh_that_does_not_fill_the_world_is_refused() -> None:
         Mesh(dp=2, tp=3)
     with pytest.raises(ValueError, match="mesh axis tp=0"):
         Mesh(tp=0)
-    with pytest.raises(ValueError, match="axis 'ep' does not exist"):
-        Mesh().axis("ep")
+    with pytest.raises(ValueError, match="axis 'sp' does not exist"):
+        Mesh().axis("sp")
+    with pytest.raises(
+        ValueError, match=r"ep=3 does not divide the 4 data ranks of a replica \(dp=8, replicas=2\)"
+    ):
+        Mesh(dp=8, replicas=2, ep=3)
+    with pytest.raises(ValueError, match="ep=0 does not divide"):
+        Mesh(ep=0)
 
 
 @pytest.mark.ranks(4)
@@ -73,3 +80,37 @@ def test_links_are_classified_by_node() -> None:
     assert [mesh.coordinates[name] for name in ("pp", "dp", "cp", "tp")] == [
         list(point) for point in product(range(1), range(2), range(1), range(2))
     ][torch.distributed.get_rank()]
+
+
+@pytest.mark.ranks(8)
+def test_experts_are_spread_over_neighbours_of_the_data_axis() -> None:
+    """``dp`` is ``expert_data`` times ``ep`` where there is no context axis, and replicas are around both."""
+    rank = torch.distributed.get_rank()
+    mesh = Mesh(dp=4, tp=2, ep=2)
+    assert mesh.ep.ranks == tuple(sorted({rank, rank ^ 2}))
+    assert mesh.expert_data.ranks == tuple(sorted({rank, rank ^ 4}))
+    assert mesh.expert_shard.ranks == mesh.expert_data.ranks
+    assert mesh.dp.ranks == mesh.data.ranks == tuple(range(rank % 2, 8, 2))
+    assert mesh.data.contains(mesh.ep)
+    assert mesh.data.contains(mesh.expert_data)
+    assert mesh.shape == {"pp": 1, "dp": 4, "cp": 1, "tp": 2}
+    assert repr(mesh) == "Mesh(pp=1, dp=2, ep=2, cp=1, tp=2)"
+    total = comm.all_reduce(comm.all_reduce(torch.tensor([rank]), mesh.ep), mesh.expert_data)
+    assert total.item() == sum(mesh.data.ranks)
+    mesh.close()
+
+    mesh = Mesh.of({"dp": 4, "cp": 2, "replicas": 2, "ep": 2})
+    assert mesh.ep.ranks == tuple(sorted({rank, rank ^ 2}))
+    assert mesh.expert_data.ranks == tuple(sorted({rank, rank ^ 1, rank ^ 4, rank ^ 5}))
+    assert mesh.expert_shard.ranks == tuple(sorted({rank, rank ^ 1}))
+    assert mesh.shard.contains(mesh.expert_shard)
+    mesh.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Mesh(dp=8, ep=4, topology=Topology.told(8, 2)).close()
+    told = [str(warning.message) for warning in caught]
+    assert [text for text in told if text.startswith("mesh axis ep=4 crosses nodes")] == (
+        told if rank == 0 else []
+    )
+    assert bool(told) == (rank == 0)

@@ -15,6 +15,7 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
                                         else all-to-all + local sum
     all_gather       backend            sends                             sends
     all_to_all       backend            backend, between nodes sends      sends
+      uneven parts   backend            sends                             sends
     broadcast        backend            backend                           sends
 
 The local sum adds in one fixed order, in float32 or wider, whatever arrives first: the same bits on every run. A mean
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "exchange_uneven",
     "reduce_scatter",
 ]
 
@@ -243,6 +246,20 @@ def all_to_all(parts: Tensor, received: Tensor, axis: Axis) -> Steps:
     return Steps([_checked(work, axis)], sent)
 
 
+def exchange_uneven(
+    whole: Tensor, received: Tensor, sizes: Sequence[int], arriving: Sequence[int], axis: Axis
+) -> Steps:
+    """Along dim 0, ``sizes[i]`` of ``whole`` go to rank i and ``arriving[i]`` of ``received`` come from it."""
+    row = whole.element_size() * prod(whole.shape[1:])
+    sent = NOTHING
+    for peer in _others(axis):
+        sent += to_peer(axis, peer, sizes[peer] * row)
+    if _native(whole) and not axis.virtual:
+        work = dist.all_to_all_single(received, whole, list(arriving), list(sizes), axis.group, async_op=True)
+        return Steps([_checked(work, axis)], sent)
+    return Steps(_exchange_parts(whole.split(list(sizes)), received.split(list(arriving)), axis), sent)
+
+
 def broadcast(buffer: Tensor, axis: Axis, source: int) -> Steps:
     """In place on ``buffer``, from position ``source``."""
     size = buffer.numel() * buffer.element_size()
@@ -381,12 +398,16 @@ def _swap_and_add(parts: Sequence[Tensor], out: Tensor, axis: Axis, sent: Sent, 
     return Steps(works, sent, finish)
 
 
-def _exchange_parts(parts: Sequence[Tensor], received: Tensor, axis: Axis) -> list[dist.Work]:
+def _exchange_parts(
+    parts: Sequence[Tensor], received: Sequence[Tensor] | Tensor, axis: Axis
+) -> list[dist.Work]:
     received[axis.rank].copy_(parts[axis.rank])
     return _exchange(parts, received, axis)
 
 
-def _exchange(parts: Sequence[Tensor] | Tensor, received: Tensor, axis: Axis) -> list[dist.Work]:
+def _exchange(
+    parts: Sequence[Tensor] | Tensor, received: Sequence[Tensor] | Tensor, axis: Axis
+) -> list[dist.Work]:
     operations: list[tuple[str, Tensor, int, int]] = []
     for peer in _others(axis):
         operations.append(("receive", received[peer], peer, _tag(axis, _SCATTER)))

@@ -10,7 +10,8 @@ all ranks. The names say it::
     scatter_to          my slice             all-gather            what went before is the same on every rank
     gather_for          all-gather           reduce-scatter        what follows differs per rank (sequence parallel)
     reduce_scatter_to   reduce-scatter       all-gather            back to slices (sequence parallel)
-    exchange_between    all-to-all           all-to-all            heads for sequence, tokens for experts
+    exchange_between    all-to-all           all-to-all            heads for sequence
+    exchange_rows       uneven all-to-all    uneven all-to-all     tokens for experts
 
 ``gather_from``/``scatter_to`` and ``gather_for``/``reduce_scatter_to`` are each other's adjoints, as are
 ``copy_to``/``reduce_from`` (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2).
@@ -29,12 +30,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .axis import Axis
-from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from .collectives import all_gather, all_reduce, all_to_all, all_to_all_uneven, reduce_scatter
 from .partition import split_sizes
 
 __all__ = [
     "copy_to",
     "exchange_between",
+    "exchange_rows",
     "gather_for",
     "gather_from",
     "reduce_from",
@@ -85,6 +87,11 @@ def reduce_scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | No
 def exchange_between(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
     """All-to-all: cut along ``split_dim``, one part to each rank, concatenated along ``concat_dim``."""
     return x if axis.size == 1 else _apply(_ExchangeBetween, x, axis, split_dim, concat_dim)
+
+
+def exchange_rows(x: Tensor, axis: Axis, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+    """Uneven all-to-all along dim 0, see :func:`~shardweave.comm.all_to_all_uneven`; gradients go back the same way."""
+    return x if axis.size == 1 else _apply(_ExchangeRows, x, axis, tuple(sizes), tuple(arriving))
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
@@ -187,3 +194,15 @@ class _ExchangeBetween(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back = all_to_all(grad, ctx.axis, split_dim=ctx.concat_dim, concat_dim=ctx.split_dim)
         return back, None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sizes, ctx.arriving = axis, sizes, arriving
+        return all_to_all_uneven(x, axis, sizes, arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all_uneven(grad, ctx.axis, ctx.arriving, ctx.sizes), None, None, None

@@ -33,12 +33,14 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_uneven",
     "barrier",
     "broadcast",
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
+    "start_all_to_all_uneven",
     "start_broadcast",
     "start_reduce_scatter",
 ]
@@ -241,6 +243,49 @@ def start_all_to_all(tensor: Tensor, axis: Axis, *, split_dim: int, concat_dim: 
         return torch.cat(received.unbind(0), concat_dim)
 
     return _counted("all_to_all", axis, steps, finish, tensor, ticket)
+
+
+def all_to_all_uneven(tensor: Tensor, axis: Axis, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+    """Sends ``sizes[i]`` rows of ``tensor`` (along dim 0, in the order of the ranks) to rank i.
+
+    ``arriving``: rows that come from each rank, as its ``sizes`` say there; who does not know exchanges these first.
+    Returns what came, [sum(arriving), ...], in the order of the ranks. Rows have one shape on all ranks; their numbers
+    may differ, and be 0.
+    """
+    return start_all_to_all_uneven(tensor, axis, sizes, arriving).wait()
+
+
+def start_all_to_all_uneven(
+    tensor: Tensor, axis: Axis, sizes: Sequence[int], arriving: Sequence[int]
+) -> Pending[Tensor]:
+    """Launches :func:`all_to_all_uneven`."""
+    name = "all_to_all_uneven"
+    _check_dim(name, tensor, 0)
+    lengths = _check_sizes(name, axis, sizes, 0)
+    coming = _check_sizes(name, axis, arriving, 0)
+    if sum(lengths) != tensor.shape[0]:
+        raise ValueError(
+            f"{name} over {axis!r}: sizes {tuple(lengths)} do not sum to the {tensor.shape[0]} rows of "
+            f"{tuple(tensor.shape)}"
+        )
+    if lengths[axis.rank] != coming[axis.rank]:
+        raise ValueError(
+            f"{name} over {axis!r}: this rank keeps {lengths[axis.rank]} rows by sizes and "
+            f"{coming[axis.rank]} by arriving"
+        )
+    if axis.size == 1:
+        return Pending.ready(tensor.detach().clone())
+    ticket = _announced(name, axis, tensor, (-1, *tensor.shape[1:]))  # rows may differ
+    whole = tensor.detach().contiguous()
+    received = whole.new_empty((sum(coming), *whole.shape[1:]))
+    with ticket or _UNWATCHED:
+        steps = algorithms.exchange_uneven(whole, received, lengths, coming, axis)
+
+    def finish() -> Tensor:
+        steps.finish()
+        return received
+
+    return _counted(name, axis, steps, finish, tensor, ticket)
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:

@@ -1,20 +1,23 @@
 """Where each rank stands: the grid behind the mesh, as pure functions of its sizes.
 
-The grid has five dimensions, slowest links first, so that tensor-parallel neighbours share a node. The data dimension
-``dp`` is two of them: with ``replica`` copies of what is sharded, each over ``inner`` ranks. An axis of the mesh is one
-dimension or the product of several::
+The grid has six dimensions, slowest links first, so that tensor-parallel neighbours share a node. The data dimension
+``dp`` is three of them: with ``replica`` copies of what is sharded, each over ``inner x ep`` ranks, of which ``ep``
+hold different experts. An axis of the mesh is one dimension or the product of several::
 
-    grid       pp   replica   inner   cp   tp
+    grid            pp   replica   inner   ep   cp   tp
 
-    pp         **                                 pipeline stages
-    dp              *******   *****               data replicas
-    cp                                **          context (sequence) parts
-    tp                                     **     tensor parts
-    data            *******   *****   **          gradients are reduced over it
-    replica         *******                       copies of the same shards, one in each node, say
-    shard                     *****   **          parameters, gradients, optimizer states are sharded over it
-    model      **                          **     holds one copy of the model
-    world      **   *******   *****   **   **     all
+    pp              **                                      pipeline stages
+    dp                   *******   *****   **               data replicas
+    ep                                     **               parts of the experts
+    cp                                          **          context (sequence) parts
+    tp                                               **     tensor parts
+    data                 *******   *****   **   **          gradients are reduced over it
+    replica              *******                            copies of the same shards, one in each node, say
+    shard                          *****   **   **          parameters, gradients, optimizer states are sharded over it
+    expert_data          *******   *****        **          gradients of experts are reduced over it
+    expert_shard                   *****        **          experts are sharded over it
+    model           **                               **     holds one copy of the model, but for experts
+    world           **   *******   *****   **   **   **     all
 """
 
 from __future__ import annotations
@@ -36,33 +39,39 @@ DERIVED = MappingProxyType(
         "world": AXES,
         "replica": (),
         "shard": (),
+        "ep": (),
+        "expert_data": (),
+        "expert_shard": (),
     }
 )
 """Names of the derived axes, in the order in which their groups are built, and the plain axes that they are the product
-of; ``replica`` and ``shard`` cut ``dp`` itself."""
+of; those without any cut ``dp`` itself."""
 
-_DIMENSIONS = ("pp", "replica", "inner", "cp", "tp")
+_DIMENSIONS = ("pp", "replica", "inner", "ep", "cp", "tp")
 
 _SPANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "pp": ("pp",),
-        "dp": ("replica", "inner"),
+        "dp": ("replica", "inner", "ep"),
         "cp": ("cp",),
         "tp": ("tp",),
-        "data": ("replica", "inner", "cp"),
+        "data": ("replica", "inner", "ep", "cp"),
         "model": ("pp", "tp"),
         "world": _DIMENSIONS,
         "replica": ("replica",),
-        "shard": ("inner", "cp"),
+        "shard": ("inner", "ep", "cp"),
+        "ep": ("ep",),
+        "expert_data": ("replica", "inner", "cp"),
+        "expert_shard": ("inner", "cp"),
     }
 )
 
 
 class Grid:
-    """Sizes of the plain axes, and of ``replica``; positions are counted with the last dimension fastest."""
+    """Sizes of the plain axes, of ``replica`` and of ``ep``; positions are counted with the last dimension fastest."""
 
-    def __init__(self, shape: Mapping[str, int], replicas: int = 1) -> None:
-        """ValueError: a size below one, or ``replicas`` that do not divide ``dp``."""
+    def __init__(self, shape: Mapping[str, int], replicas: int = 1, ep: int = 1) -> None:
+        """ValueError: a size below one, ``replicas`` that do not divide ``dp``, or ``ep`` that does not a replica."""
         for name, size in shape.items():
             if size < 1:
                 raise ValueError(f"mesh axis {name}={size}: an axis has at least one rank")
@@ -71,14 +80,28 @@ class Grid:
                 f"replicas={replicas} does not divide dp={shape['dp']}: each replica is sharded over equally many "
                 f"ranks; choose a divisor of {shape['dp']}"
             )
+        copy = shape["dp"] // replicas
+        if ep < 1 or copy % ep:
+            raise ValueError(
+                f"ep={ep} does not divide the {copy} data ranks of a replica (dp={shape['dp']}, replicas={replicas}), "
+                f"over which experts are spread; choose a divisor of {copy}"
+            )
         self.shape = dict(shape)
-        self.replicas = replicas
-        self._sizes = {**shape, "replica": replicas, "inner": shape["dp"] // replicas}
+        self.replicas, self.ep = replicas, ep
+        self._sizes = {**shape, "replica": replicas, "inner": copy // ep, "ep": ep}
 
     @property
     def size(self) -> int:
         """Number of positions."""
         return prod(self.shape.values())
+
+    @property
+    def laid_out(self) -> dict[str, int]:
+        """:attr:`shape` with ``dp`` cut in two where experts are spread: the axes that a topology has a word on."""
+        if self.ep == 1:
+            return self.shape
+        cut = {"dp": self.shape["dp"] // self.ep, "ep": self.ep}
+        return {"pp": self.shape["pp"], **cut, "cp": self.shape["cp"], "tp": self.shape["tp"]}
 
     def wide(self, axis: str) -> tuple[str, ...]:
         """The dimensions of an axis that have more than one position: axes with the same ones have the same ranks."""
@@ -87,7 +110,7 @@ class Grid:
     def coordinates(self, position: int) -> dict[str, int]:
         """Along the plain axes."""
         point = self._point(position)
-        data = point["replica"] * self._sizes["inner"] + point["inner"]
+        data = (point["replica"] * self._sizes["inner"] + point["inner"]) * self.ep + point["ep"]
         return {"pp": point["pp"], "dp": data, "cp": point["cp"], "tp": point["tp"]}
 
     def fibre(self, axes: Sequence[str], position: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ Axes, slowest links first, so that tensor-parallel neighbours share a node::
     dp   data replicas                         model   = pp x tp   holds one copy of the model
     cp   context (sequence) parts              world   = all
     tp   tensor parts                          replica, shard      dp cut in two: copies of shards (see ``replicas``)
+                                               ep, expert_data     dp cut in two: parts of the experts (see ``ep``)
 
 Eight ranks as pp 2, dp 2, tp 2 (cp 1)::
 
@@ -60,6 +61,9 @@ class Mesh:
     world: Axis
     replica: Axis
     shard: Axis
+    ep: Axis
+    expert_data: Axis
+    expert_shard: Axis
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Mesh:
         pp: int = 1,
         cp: int = 1,
         replicas: int = 1,
+        ep: int = 1,
         timeout: float = 300.0,
         topology: Topology | None = None,
         options: CommOptions | None = None,
@@ -77,6 +82,9 @@ class Mesh:
 
         ``replicas``: into how many copies ``dp`` is cut; each is sharded over ``shard``, and ``replica`` holds the
         ranks with the same shard. With one copy for each node, only sums of shards cross the network.
+        ``ep``: over how many neighbours of ``dp``, inside a replica, experts are spread. The ranks of ``ep`` hold
+        different experts; those of ``expert_data``, as many times fewer than ``data``'s, hold the same ones, and
+        ``expert_shard`` is the part of them inside a replica.
         ``timeout``: seconds after which a collective, send or receive on any of the axes fails.
         ``topology``: which ranks share a node, and what links cost. Default: one node if ``LOCAL_WORLD_SIZE`` says so,
         else by host name; links as :data:`~shardweave.comm.links.ASSUMED`.
@@ -85,18 +93,19 @@ class Mesh:
         self.ledger = Ledger()
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
-        grid = Grid({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, replicas)
+        grid = Grid({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, replicas, ep)
         alone = _not_joined()
         _check_size(grid, world, alone or f"start {grid.size} ranks or change an axis")
         if alone:
             warnings.warn(f"a mesh of one rank, but {alone}", stacklevel=2)
         self.shape = grid.shape
+        self._laid_out = grid.laid_out
         self._options = options
         self._guard = Guard(watch_limit(options.watch, timeout)) if world > 1 else None
         with self._guard.building() if self._guard is not None else nullcontext():
             self._build(grid, world, rank, timeout, topology)
         if rank == 0:
-            for sentence in self.topology.warnings(self.shape):
+            for sentence in self.topology.warnings(self._laid_out):
                 warnings.warn(sentence, stacklevel=2)
 
     def _build(self, grid: Grid, world: int, rank: int, timeout: float, topology: Topology | None) -> None:
@@ -125,11 +134,11 @@ class Mesh:
         topology: Topology | None = None,
         options: CommOptions | None = None,
     ) -> Mesh:
-        """The mesh with these sizes, by name: those of :data:`~shardweave.comm.grid.AXES`, and ``replicas``."""
-        unknown = sorted(sizes.keys() - {*AXES, "replicas"})
+        """The mesh with these sizes, by name: those of :data:`~shardweave.comm.grid.AXES`, ``replicas`` and ``ep``."""
+        unknown = sorted(sizes.keys() - {*AXES, "replicas", "ep"})
         if unknown:
             raise ValueError(
-                f"mesh size {unknown[0]!r} does not exist; choose from {', '.join(AXES)}, replicas"
+                f"mesh size {unknown[0]!r} does not exist; choose from {', '.join(AXES)}, replicas, ep"
             )
         return cls(
             dp=sizes.get("dp", 1),
@@ -137,6 +146,7 @@ class Mesh:
             pp=sizes.get("pp", 1),
             cp=sizes.get("cp", 1),
             replicas=sizes.get("replicas", 1),
+            ep=sizes.get("ep", 1),
             timeout=timeout,
             topology=topology,
             options=options,
@@ -149,7 +159,7 @@ class Mesh:
         What one process would compute, to compare with.
         """
         mesh = cls.__new__(cls)
-        mesh.shape = dict.fromkeys(AXES, 1)
+        mesh.shape = mesh._laid_out = dict.fromkeys(AXES, 1)
         mesh.coordinates = dict.fromkeys(AXES, 0)
         mesh.ledger = Ledger()
         mesh.topology = Topology.single(1)
@@ -197,7 +207,7 @@ class Mesh:
         return tuple(getattr(self, factor) for factor in DERIVED.get(name, ()))
 
     def __repr__(self) -> str:
-        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self.shape.items()) + ")"
+        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self._laid_out.items()) + ")"
 
 
 def _topology(world: int) -> Topology:

@@ -20,13 +20,13 @@ from .topology import Topology
 
 __all__ = ["Backgrounds"]
 
-_BULK = ("tp", "cp", "dp", "data", "shard", "replica")
+_BULK = ("tp", "cp", "dp", "data", "shard", "replica", "ep", "expert_data", "expert_shard")
 """Axes that carry tensors large enough for two levels; over the others go activations, rank to rank, and numbers."""
 
-_REDUCED = ("dp", "data", "shard", "replica")
+_REDUCED = ("dp", "data", "shard", "replica", "expert_data", "expert_shard")
 """Axes that gradients are reduced over, beside the backward pass."""
 
-_CUT = ("dp", "data")
+_CUT = ("dp", "data", "expert_data")
 """Axes that replicas cut in two."""
 
 Fibres = Sequence[Sequence[int]]

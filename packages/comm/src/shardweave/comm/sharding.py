@@ -67,6 +67,9 @@ class Sharding:
     """Axes whose other ranks hold other parameters in its place."""
     tied: Axis | None = None
     """The ranks that hold a copy of it, when some ranks of an exclusive axis do."""
+    reduced: Axis | None = None
+    """The axis over which its gradient is summed, where that is not the whole data axis: experts are split over a part
+    of it (``mesh.ep``), so copies of one are on the ranks of ``mesh.expert_data``. ``None``: the data axis."""
     decay: bool | None = None
     """Whether weight decay applies; ``None``: to matrices yes, to vectors and scalars no, by ``shape``."""
 

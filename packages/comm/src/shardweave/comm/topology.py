@@ -36,7 +36,11 @@ __all__ = ["Topology"]
 FORMAT = "shardweave topology 1"
 """Marks a saved topology."""
 
-_HEAVY = {"tp": "several in every layer", "cp": "one for every attention"}
+_HEAVY = {
+    "tp": "several in every layer",
+    "cp": "one for every attention",
+    "ep": "several in every layer of experts",
+}
 """Axes whose collectives are too many and too large for the network, and how often they come."""
 
 _IDENTITY = 16
@@ -157,7 +161,7 @@ class Topology:
         return tuple(name for name in shape if self.crosses(shape, name))
 
     def warnings(self, shape: Mapping[str, int]) -> tuple[str, ...]:
-        """A sentence for every axis with heavy traffic (tp, cp) that crosses nodes. ``shape``: see :meth:`crosses`.
+        """A sentence for every axis with heavy traffic (tp, cp, ep) that crosses nodes. ``shape``: see :meth:`crosses`.
 
         Such an axis lies inside the nodes exactly when its size times that of the axes beneath it divides the ranks of
         every node.
