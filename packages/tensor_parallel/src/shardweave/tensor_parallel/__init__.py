@@ -7,6 +7,9 @@ fused                   :class:`FusedColumnLinear`, :class:`FusedLayers`, :func:
 embedding               :class:`VocabParallelEmbedding`
 cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
 attention               :class:`ParallelAttention`, with :class:`Rotary`, :class:`Alibi`
+context                 :func:`cut_context`, :func:`gather_context`, :func:`context_positions`,
+                        :func:`check_context`: who holds which tokens of a sequence
+documents               :func:`document_positions`, :func:`document_targets`: several texts in one row
 parallelize             :func:`parallelize`: split the layers of a module that exists, by a plan of names
 replicas                :func:`mark_partial`, :func:`assert_replicas_equal`: parameters that are not split
 features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds what
@@ -23,7 +26,9 @@ from __future__ import annotations
 from ._version import __version__
 from .alibi import Alibi, alibi_bias, alibi_slopes
 from .attention import ParallelAttention
+from .context import check_context, context_positions, cut_context, gather_context
 from .cross_entropy import vocab_parallel_cross_entropy
+from .documents import document_positions, document_targets
 from .embedding import VocabParallelEmbedding
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedColumnLinear, FusedLayers, fused_linear
@@ -49,9 +54,15 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "assert_replicas_equal",
+    "check_context",
     "check_replicas",
     "column_linear",
+    "context_positions",
+    "cut_context",
+    "document_positions",
+    "document_targets",
     "fused_linear",
+    "gather_context",
     "mark_partial",
     "parallelize",
     "row_linear",
