@@ -253,6 +253,9 @@ def lattice(session: nox.Session) -> None:
         session.run("python", "-m", "integration_tests.test_recompute", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.test_checkpoints", env=ENVIRONMENT)
         session.run("python", "-m", "packages.zero.tests.test_matrix", env=ENVIRONMENT)
+        programs = ("python", "-m", "packages.zero.tests.random_programs", "100")
+        session.run(*programs, "500", "--ranks", "2", env=ENVIRONMENT)
+        session.run(*programs, "200", "--ranks", "4", env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")

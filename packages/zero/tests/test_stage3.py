@@ -548,6 +548,28 @@ def test_gradients_of_gradients() -> None:
             check([p.detach() for p in net.parameters()], [p.detach() for p in alone.parameters()])
 
 
+@pytest.mark.ranks(2)
+def test_zeros_for_parameters_that_a_loss_does_not_need() -> None:
+    """``torch.autograd.grad(materialize_grads=True)``, of parameters, of one alone, and by position."""
+    data = Mesh(dp=2).data
+    net = model()
+    optimizer = optimizer_of(net, data)
+    weights = [block.get_parameter("up.weight") for block in net.blocks]
+    shape = weights[0].shape
+    for given in (weights, weights[:1], weights[0]):
+        found = torch.autograd.grad(weights[1].square().sum() * 0.5, given, materialize_grads=True)
+        assert torch.equal(found[0], torch.zeros(shape, dtype=found[0].dtype))
+        assert type(found[0]) is Tensor
+        assert len(found) == 1 or torch.equal(found[1], weights[1].detach())
+    asked = (net.norm.weight.sum(), weights[0], None, None, True, True, None, False, True)
+    (zeros,) = torch.autograd.grad(*asked)
+    assert zeros.requires_grad
+    assert not zeros.any()
+    with pytest.raises(RuntimeError, match="used in the graph"):
+        torch.autograd.grad(net.norm.weight.sum(), weights[0])
+    assert optimizer.stage == 3
+
+
 def without_attention(net: Odd, x: Tensor) -> Tensor:
     net.penalty = net.c.weight.square().sum()
     out: Tensor = torch.tanh(net.normed(torch.tanh(net.b(torch.tanh(net.a(x))))))

@@ -18,6 +18,7 @@ It costs microseconds per use. An embedding's node, which does not read its weig
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -199,6 +200,8 @@ _BLIND_NODE = "EmbeddingBackward0"
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
+_GRAD = inspect.signature(torch.autograd.grad)
+
 _SHARES_OUTSIDE = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
 """What hands the memory itself to others than torch, who would look at it when it is gone. They get a copy."""
 
@@ -208,8 +211,7 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func is torch.autograd.grad:
-        # Watching goes on inside: what is asked for are the parameters' places in the graph, not they themselves.
-        return func(*(_as_edges(value) for value in args), **{k: _as_edges(v) for k, v in kwargs.items()})
+        return _gradients(args, kwargs)
     # In a training step nothing of this is in the processor's caches: every call counts.
     residents, views = _residents(args, kwargs)
     for resident in residents:
@@ -279,6 +281,29 @@ def _between(last: Node, before: Collection[Node]) -> list[Node]:
 def _nodes(values: Any) -> list[Node]:
     """The autograd nodes of all tensors in it."""
     return [tensor.grad_fn for tensor in tensors(values) if tensor.grad_fn is not None]
+
+
+def _gradients(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``. Watching goes on inside: what is asked for are the parameters' places in the graph, not
+    they themselves. For a place torch makes no zeros, so they are made here."""
+    asked = _GRAD.bind(*args, **kwargs).arguments
+    inputs = (asked["inputs"],) if isinstance(asked["inputs"], Tensor) else tuple(asked["inputs"])
+    zeros = asked.get("materialize_grads", False) and asked.get("allow_unused") is not False
+    zeros = zeros and all(isinstance(one, Tensor) for one in inputs)
+    if zeros:
+        asked |= {"materialize_grads": False, "allow_unused": True}
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        **{name: _as_edges(value) for name, value in asked.items()}
+    )
+    if not zeros:
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(
+            torch.zeros_like(one, requires_grad=asked.get("create_graph", False))
+            if gradient is None
+            else gradient
+            for one, gradient in zip(inputs, found, strict=True)
+        )
 
 
 def _as_edges(value: Any) -> Any:
