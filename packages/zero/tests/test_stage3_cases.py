@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.live import LiveBytes
+from packages.comm.tests.live import LiveBytes
 from packages.zero.tests.nets import STAGES, assert_equal, batch, make_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from packages.zero.tests.live import LiveBytes
+from packages.comm.tests.live import LiveBytes
 from packages.zero.tests.nets import STAGES
 from torch import Tensor, nn
 

@@ -6,6 +6,7 @@ fused                   :class:`FusedColumnLinear`, :class:`FusedLayers`, :func:
                         column-parallel layers over one input, in one product
 embedding               :class:`VocabParallelEmbedding`
 cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
+head_loss               :func:`vocab_parallel_head_loss`: output product and loss, never holding all logits
 attention               :class:`ParallelAttention`, with :class:`Rotary`, :class:`Alibi`
 context                 :func:`cut_context`, :func:`gather_context`, :func:`context_positions`,
                         :func:`check_context`: who holds which tokens of a sequence
@@ -32,6 +33,7 @@ from .documents import document_positions, document_targets
 from .embedding import VocabParallelEmbedding
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedColumnLinear, FusedLayers, fused_linear
+from .head_loss import vocab_parallel_head_loss
 from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
@@ -69,4 +71,5 @@ __all__ = [
     "split_features",
     "split_heads",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_head_loss",
 ]

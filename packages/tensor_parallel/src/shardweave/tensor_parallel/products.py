@@ -12,25 +12,15 @@ collective, compute the weight's gradient while it travels, and wait last. Megat
     row, sequence     y_r = reduce-scatter + b       dy = all-gather of dy_r
 
 Under sequence parallelism only the shard ``x_r`` is kept for the backward pass and is gathered once more,
-hidden behind the input gradient's product: that is what saves the memory.
-
-[Note: Deferred weight gradients]
-    A pipeline that splits the backward pass attaches a queue to a weight (``gradient_work(weight).queue``).
-    Then backward computes the input's gradient only, and puts a function into the queue that adds the
-    weight's gradient to ``.grad`` when the pipeline has time. The bias' gradient, a sum, is not worth
-    deferring. Hooks that were registered on the weight itself (``Tensor.register_hook``) do not see a
-    deferred gradient.
-
-[Note: Weights are not saved tensors]
-    The weights are read from the parameters again in backward. A copy that saved-tensor hooks made
-    (offloading, say) would not be the parameter that the gradient belongs to, and a parameter that moved into
-    a flat buffer in between would be kept twice. What torch checks for saved tensors, that nobody wrote into
-    them, is checked here.
+hidden behind the input gradient's product: that is what saves the memory. ``keep_inputs`` keeps ``x`` instead and
+gathers once: 8 in place of 10 times ``(n - 1) / n`` of an activation per transformer layer, for as much memory.
+A deferred weight gradient (see ``weights.py``) holds until its turn what backward would have used: the shard,
+which it gathers then, or the input that was to be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,9 +30,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardweave import comm
-from shardweave.comm import Axis, WeightGradients, gradient_work
+from shardweave.comm import Axis
 
 from .adjacency import joined
+from .weights import ReadAgain, now_or_later, queue_of
 
 __all__ = ["column_linear", "row_linear"]
 
@@ -54,6 +45,7 @@ def column_linear(
     axis: Axis,
     *,
     sequence_dim: int | None = None,
+    keep_inputs: bool = False,
 ) -> Tensor:
     """One product of ``x`` with the stacked ``weights``, whose rows are split over ``axis``.
 
@@ -64,8 +56,11 @@ def column_linear(
     Weights that lie one behind the other in memory take part in one product. Others are multiplied one by
     one: copying them together would cost their memory once more, in forward and in backward. The input's
     gradient is reduced once in both cases.
+
+    ``keep_inputs``: with sequence parallelism, whether the gathered input is kept for the backward pass. That costs
+    its memory, and saves gathering it there again. An input that no weight's gradient needs is never kept.
     """
-    call = _new_call(x, axis, sequence_dim, len(weights))
+    call = new_call(x, axis, sequence_dim, len(weights), keep_inputs=keep_inputs)
     given = [bias for bias in biases if bias is not None]
     if given and len(given) != len(weights):
         raise ValueError(
@@ -86,7 +81,7 @@ def row_linear(
     Raises:
         ValueError: when the length of ``sequence_dim`` does not divide over the axis.
     """
-    call = _new_call(x, axis, sequence_dim, 1)
+    call = new_call(x, axis, sequence_dim, 1)
     if sequence_dim is not None:
         check_sequence(x.shape[sequence_dim], axis)
     return cast(Tensor, _RowProduct.apply(x, call, weight, bias))  # type: ignore[no-untyped-call]
@@ -103,7 +98,7 @@ def check_sequence(length: int, axis: Axis) -> None:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """What one product needs to know beside its tensors."""
 
     axis: Axis
@@ -111,6 +106,8 @@ class _Call:
     num_weights: int
     dtype: torch.dtype | None
     """The dtype that autocast asks for, ``None`` outside autocast."""
+    keep_inputs: bool
+    """Whether the gathered input is kept."""
 
     def cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.dtype is None else tensor.to(self.dtype)
@@ -118,14 +115,20 @@ class _Call:
     def gathered(self, x: Tensor) -> Tensor:
         return x if self.sequence_dim is None else comm.all_gather(x, self.axis, self.sequence_dim)
 
+    def gathered_again(self, kept: Tensor) -> Tensor:
+        """The whole input, from what was kept of it."""
+        return kept if self.keep_inputs else self.gathered(kept)
+
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Call, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[: call.num_weights], parameters[call.num_weights :]
-        ctx.call, ctx.dtype = call, x.dtype
-        _keep(ctx, call.cast(x), weights)
-        full = call.gathered(call.cast(x))
+        own = call.cast(x)
+        full = call.gathered(own)
+        ctx.call, ctx.dtype, ctx.weights = call, x.dtype, ReadAgain(weights)
+        wanted = any(ctx.needs_input_grad[2 : 2 + call.num_weights])
+        ctx.save_for_backward((full if call.keep_inputs else own) if wanted else None)
         together = joined(weights)
         if together is not None:
             y = F.linear(as_rows(full), call.cast(together), _stacked(biases, call))
@@ -138,16 +141,17 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        x, weights = _kept(ctx)
+        call: Call = ctx.call
+        (kept,), weights = ctx.saved_tensors, ctx.weights.read()
         wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         wants_weights, wants_biases = wants[: call.num_weights], wants[call.num_weights :]
         dy_rows = as_rows(dy)
         gathering = reducing = None
-        if call.sequence_dim is not None and any(wants_weights) and _queue(weights, wants_weights) is None:
-            gathering = comm.start_all_gather(x, call.axis, call.sequence_dim)
+        at_once = any(wants_weights) and queue_of(weights, wants_weights) is None
+        if at_once and call.sequence_dim is not None and not call.keep_inputs:
+            gathering = comm.start_all_gather(kept, call.axis, call.sequence_dim)
         if wants_x:
-            dx = _input_gradient(dy_rows, weights, call).view(*dy.shape[:-1], x.shape[-1])
+            dx = _input_gradient(dy_rows, weights, call).view(*dy.shape[:-1], weights[0].shape[1])
             if call.sequence_dim is None:
                 reducing = comm.start_all_reduce(dx, call.axis)
             else:
@@ -155,21 +159,23 @@ class _ColumnProduct(torch.autograd.Function):
 
         def d_weights() -> list[Tensor | None]:
             # Deferred, the shard is gathered when the queue runs: gathered, it would be kept until then.
-            full = gathering.wait() if gathering is not None else call.gathered(x)
+            full = call.gathered_again(kept) if gathering is None else gathering.wait()
             return _weight_gradients(dy_rows, as_rows(full), weights, wants_weights)
 
-        now = _now_or_later(weights, wants_weights, d_weights)
+        now = now_or_later(weights, wants_weights, d_weights)
         d_biases = _bias_gradients(dy_rows, weights, wants_biases)
         return (None if reducing is None else reducing.wait().to(ctx.dtype), None, *now, *d_biases)
 
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Call, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call, ctx.dtype = call, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        _keep(ctx, call.cast(x), (weight,))
-        y = F.linear(as_rows(call.cast(x)), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
+        own = call.cast(x)
+        ctx.weights = ReadAgain((weight,))
+        ctx.save_for_backward(own if ctx.needs_input_grad[2] else None)
+        y = F.linear(as_rows(own), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
         if call.sequence_dim is None:
             y = comm.all_reduce(y, call.axis)
         else:
@@ -179,44 +185,29 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        x, weights = _kept(ctx)
+        call: Call = ctx.call
+        (x,), weights = ctx.saved_tensors, ctx.weights.read()
         wants_x, _, wants_weight, wants_bias = ctx.needs_input_grad
         gathering = None
         if call.sequence_dim is not None and (wants_x or wants_weight):
             gathering = comm.start_all_gather(dy, call.axis, call.sequence_dim)
         # Under sequence parallelism this is the sum over this rank's tokens: a partial gradient.
         d_bias = as_rows(dy).sum(0).to(ctx.bias_dtype) if wants_bias else None
-        dy_rows = as_rows(dy if gathering is None else gathering.wait())
-        dx = _input_gradient(dy_rows, weights, call).view(x.shape).to(ctx.dtype) if wants_x else None
+        dy = dy if gathering is None else gathering.wait()
+        dy_rows = as_rows(dy)
+        dx = None
+        if wants_x:
+            dx = _input_gradient(dy_rows, weights, call)
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1]).to(ctx.dtype)
 
         def d_weights() -> list[Tensor | None]:
             return _weight_gradients(dy_rows, as_rows(x), weights, (True,))
 
-        (now,) = _now_or_later(weights, (wants_weight,), d_weights)
+        (now,) = now_or_later(weights, (wants_weight,), d_weights)
         return dx, None, now, d_bias
 
 
-def _queue(weights: Sequence[Tensor], wanted: Sequence[bool]) -> WeightGradients | None:
-    """The queue that the wanted gradients go to, ``None`` when they are computed at once."""
-    return next(
-        (gradient_work(weight).queue for weight, wants in zip(weights, wanted, strict=True) if wants), None
-    )
-
-
-def _now_or_later(
-    weights: Sequence[Tensor], wanted: Sequence[bool], compute: Callable[[], list[Tensor | None]]
-) -> list[Tensor | None]:
-    """The gradients that ``compute`` gives, or nothing yet. See [Note: Deferred weight gradients]."""
-    queue = _queue(weights, wanted)
-    if queue is None:
-        return compute() if any(wanted) else [None] * len(weights)
-    owed = [weight for weight, wants in zip(weights, wanted, strict=True) if wants]
-    queue.put(owed, lambda: _add_gradients(weights, compute))
-    return [None] * len(weights)
-
-
-def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: _Call) -> Tensor:
+def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: Call) -> Tensor:
     together = joined(weights)
     if together is not None:
         return torch.mm(dy_rows, call.cast(together))
@@ -255,54 +246,28 @@ def _cut(tensor: Tensor, weights: Sequence[Tensor], dim: int) -> tuple[Tensor, .
     return torch.split(tensor, [weight.shape[0] for weight in weights], dim)
 
 
-@torch.no_grad()  # outside of backward, the saved input would draw its whole graph into the gradient
-def _add_gradients(weights: Sequence[Tensor], compute: Callable[[], list[Tensor | None]]) -> None:
-    for weight, gradient in zip(weights, compute(), strict=True):
-        if gradient is None:
-            continue
-        if weight.grad is None:
-            weight.grad = gradient
-        else:
-            weight.grad.add_(gradient)
-
-
-def _keep(ctx: Any, x: Tensor, weights: Sequence[Tensor]) -> None:
-    """Keeps what backward reads. See [Note: Weights are not saved tensors]."""
-    ctx.save_for_backward(x)
-    ctx.weights = tuple(weights)
-    ctx.versions = tuple(weight._version for weight in weights)
-
-
-def _kept(ctx: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    (x,) = ctx.saved_tensors
-    weights: tuple[Tensor, ...] = ctx.weights
-    if tuple(weight._version for weight in weights) != ctx.versions:
-        raise RuntimeError(
-            "a weight was modified between the forward and the backward pass that needs it; "
-            "step the optimizer after the backward passes of all micro-batches"
-        )
-    return x, weights
-
-
 def as_rows(x: Tensor) -> Tensor:
     """``[..., features]`` to ``[tokens, features]``, also without tokens or features."""
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _stacked(biases: Sequence[Tensor], call: _Call) -> Tensor | None:
+def _stacked(biases: Sequence[Tensor], call: Call) -> Tensor | None:
     if not biases:
         return None
     together = joined(biases)
     return call.cast(torch.cat(list(biases)) if together is None else together)
 
 
-def _new_call(x: Tensor, axis: Axis, sequence_dim: int | None, num_weights: int) -> _Call:
+def new_call(
+    x: Tensor, axis: Axis, sequence_dim: int | None, num_weights: int, *, keep_inputs: bool = False
+) -> Call:
+    """Refuses a sequence dimension that ``x`` does not have."""
     if sequence_dim is not None and not 0 <= sequence_dim < x.dim() - 1:
         raise ValueError(
             f"sequence_dim {sequence_dim} of an input of shape {tuple(x.shape)}: "
             f"it must be a leading dimension, 0 to {x.dim() - 2}"
         )
-    return _Call(axis, sequence_dim if axis.size > 1 else None, num_weights, _autocast_dtype(x))
+    return Call(axis, sequence_dim if axis.size > 1 else None, num_weights, _autocast_dtype(x), keep_inputs)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
