@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,13 +22,19 @@ HEADS, BATCH, SIZE = 4, 2, 3
 Form = Callable[[Tensor, Tensor, Tensor, Scoring, Axis], Tensor]
 
 
-@pytest.fixture(params=["operator", "plain"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With torch's private operator, and without it."""
-    if request.param == "plain":
-        for module in (softmax_lse, ulysses):
-            monkeypatch.setattr(module, "private_operator", lambda device, dtype: None)
-    return str(request.param)
+forms = pytest.mark.parametrize("form", ["operator", "plain"])
+"""With torch's private operator, and without it."""
+
+
+@contextmanager
+def using(form: str) -> Iterator[None]:
+    """In the ranks, which a fixture would not reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        if form == "plain":
+            for module in (softmax_lse, ulysses):
+                patch.setattr(module, "private_operator", lambda device, dtype: None)
+        assert (softmax_lse.private_operator("cpu", F64) is None) == (form == "plain")
+        yield
 
 
 def scorings(length: int) -> list[Scoring]:
@@ -86,32 +93,35 @@ def expect_equal(attention: Form, scoring: Scoring, axis: Axis, length: int, kv_
         assert_near(mine.grad, cut_context(theirs.grad, axis, 2), f"{name} of {scoring}")
 
 
+@forms
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
 def test_b031_the_ring_equals_one_process(ranks: int, form: str) -> None:
     axis = Mesh(cp=ranks).cp
-    assert (softmax_lse.private_operator("cpu", F64) is None) == (form == "plain")
-    for length, kv_heads in ((8, 4), (8, 1), (24, 2)):
-        for scoring in scorings(length):
-            expect_equal(ring_attention, scoring, axis, length, kv_heads)
+    with using(form):
+        for length, kv_heads in ((8, 4), (8, 1), (24, 2)):
+            for scoring in scorings(length):
+                expect_equal(ring_attention, scoring, axis, length, kv_heads)
 
 
-@pytest.mark.usefixtures("form")
+@forms
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
-def test_exchanging_heads_for_tokens_equals_one_process(ranks: int) -> None:
+def test_exchanging_heads_for_tokens_equals_one_process(ranks: int, form: str) -> None:
     axis = Mesh(cp=ranks).cp
-    for scoring in scorings(16):
+    with using(form):
         for kv_heads in (4, 2, 1):
-            expect_equal(exchanged_attention, scoring, axis, 16, kv_heads)
+            for scoring in scorings(8 * kv_heads):
+                expect_equal(exchanged_attention, scoring, axis, 8 * kv_heads, kv_heads)
 
 
-@pytest.mark.usefixtures("form")
-def test_on_one_rank_it_is_the_core_of_any_length() -> None:
+@forms
+def test_on_one_rank_it_is_the_core_of_any_length(form: str) -> None:
     def local(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, axis: Axis) -> Tensor:
         return local_attention(q, k, v, scoring)
 
-    for attention in (ring_attention, exchanged_attention, local):
-        for scoring in scorings(7):
-            expect_equal(attention, scoring, Axis.single("cp"), 7, 2)
+    with using(form):
+        for attention in (ring_attention, exchanged_attention, local):
+            for scoring in scorings(7):
+                expect_equal(attention, scoring, Axis.single("cp"), 7, 2)
 
 
 def test_the_steps_are_the_picture() -> None:
