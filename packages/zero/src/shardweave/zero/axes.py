@@ -18,7 +18,17 @@ class Axes:
     shard: Axis
     """The part of ``data`` that holds each element once: all of it, or one replica."""
     model: Axis
-    """The model itself is spread over it: tensor, context, expert and pipeline ranks together."""
+    """The model itself is spread over it: tensor and pipeline ranks together."""
+
+    def of(self, reduced: Axis | None) -> tuple[Axis, Axis]:
+        """What gradients of a unit are reduced over, and the part of it that holds each element once.
+
+        ``reduced``: see :class:`~shardweave.comm.Sharding`; ``None``: ``data`` and ``shard``.
+        """
+        if reduced is None:
+            return self.data, self.shard
+        copies = self.data.size // self.shard.size
+        return reduced, reduced if copies == 1 else reduced.blocks(reduced.size // copies)
 
 
 def shard_axis(data: Axis, shard: Axis | None) -> Axis:

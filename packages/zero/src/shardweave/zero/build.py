@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis, broadcast
+from shardweave.comm import broadcast
 
+from .axes import Axes
 from .flat import FlatParameters
 from .gathered import GatheredParameters
 from .layout import check_agreement, plan
@@ -17,7 +18,7 @@ from .materialize import Materializer
 from .options import Options
 from .shards import Piece
 from .unit import Unit
-from .units import partial_axes
+from .units import UnitKey, partial_axes
 
 __all__ = ["build_units"]
 
@@ -27,8 +28,7 @@ def build_units(
     parameters: Sequence[nn.Parameter],
     names: Sequence[str],
     options: Options,
-    data: Axis,
-    shard: Axis,
+    axes: Axes,
     make_optimizer: Callable[[Sequence[Piece]], Optimizer],
     *,
     device: torch.device,
@@ -37,47 +37,55 @@ def build_units(
 ) -> tuple[Unit, ...]:
     """Moves the parameters into flat buffers, in forward order; collective over the data and partial axes.
 
-    ``shard``: the part of the data axis that one replica is sharded over, or all of it. ``groups``: for stage 3, see
-    :func:`~.layout.plan`. ``materializer``: gives values to parameters on the meta device.
+    ``groups``: for stage 3, see :func:`~.layout.plan`. ``materializer``: gives values to parameters on the meta device.
     """
-    shards = shard.size if options.stage > 0 else 1
+    whole = options.ownership == "tensor"
+
+    def shards(key: UnitKey) -> int:
+        return axes.of(key.reduced)[1].size if options.stage > 0 else 1
+
     plans = plan(
         parameters,
         names,
-        data=data,
-        shards=shards,
+        data=axes.data,
+        shards=shards(UnitKey(torch.float32, device)) if whole else shards,
         bucket_mb=options.bucket_mb,
         groups=groups,
         device=device,
-        whole=options.ownership == "tensor",
+        whole=whole,
     )
-    check_agreement(plans, names, repr(options), data=data, device=device)
+    check_agreement(plans, names, repr(options), data=axes.data, device=device)
 
     def unit(flat: FlatParameters) -> Unit:
+        axis, shard_axis = axes.of(flat.plan.key.reduced)
         return Unit(
             flat.plan,
             flat,
             [names[slot.index] for slot in flat.plan.slots],
-            axis=data,
-            shard_axis=shard,
+            axis=axis,
+            shard_axis=shard_axis,
+            share=axis.size / axes.data.size,
             options=options,
             formats=options.precision.resolve(flat.plan.key.dtype),
             make_optimizer=make_optimizer,
         )
 
-    if options.stage < 3 or shard.size == 1:
+    if options.stage < 3 or axes.shard.size == 1:
         if materializer is not None:
             materializer.materialize(parameters)
         flats = [FlatParameters(one, [parameters[slot.index] for slot in one.slots]) for one in plans]
-        _start_equal(flats, data)
+        _start_equal(flats, axes)
         return tuple(unit(flat) for flat in flats)
     units = []
     for one in plans:  # one after the other: no rank holds more than one of them whole
         members = [parameters[slot.index] for slot in one.slots]
         if materializer is not None:
             materializer.materialize(members)
-        flat = GatheredParameters(one, members, shard)
-        broadcast(flat.buffer, data)
+        axis, shard_axis = axes.of(one.key.reduced)
+        # Experts may be sharded over nobody where everything else is.
+        alone = shard_axis.size == 1
+        flat = FlatParameters(one, members) if alone else GatheredParameters(one, members, shard_axis)
+        broadcast(flat.buffer, axis)
         units.append(unit(flat))
     for axis in partial_axes(plans):
         for built in units:
@@ -87,10 +95,10 @@ def build_units(
     return tuple(units)
 
 
-def _start_equal(flats: Sequence[FlatParameters], data: Axis) -> None:
+def _start_equal(flats: Sequence[FlatParameters], axes: Axes) -> None:
     """Copies start with equal values, those of the first rank that holds them, as DDP does it."""
     for flat in flats:
-        broadcast(flat.buffer, data)
+        broadcast(flat.buffer, axes.of(flat.plan.key.reduced)[0])
     for axis in partial_axes(flat.plan for flat in flats):
         for flat in flats:
             if axis in flat.plan.key.partial:

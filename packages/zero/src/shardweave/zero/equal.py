@@ -51,14 +51,18 @@ def start_equal(
     check_agreement(
         plans, names, "not trained", data=data, device=device, what="frozen parameters or buffers"
     )
-    for axis in (data, *partial_axes(plans)):
+    for plan in plans:
+        _broadcast(plan, [tensors[slot.index] for slot in plan.slots], plan.key.reduced or data)
+    for axis in partial_axes(plans):
         for plan in plans:
-            if axis.size > 1 and (axis == data or axis in plan.key.partial):
+            if axis in plan.key.partial:
                 _broadcast(plan, [tensors[slot.index] for slot in plan.slots], axis)
 
 
 def _broadcast(plan: UnitPlan, tensors: Sequence[Tensor], axis: Axis) -> None:
     """As bytes: a frozen parameter may have a format that no collective knows."""
+    if axis.size == 1:
+        return
     buffer = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     broadcast(buffer.view(torch.uint8), axis)
     for view, tensor in zip(plan.layout.views(buffer), tensors, strict=True):

@@ -335,8 +335,7 @@ class Holdings:
             parameters,
             self._given.names_of(parameters),
             self._options,
-            self._axes.data,
-            self._axes.shard,
+            self._axes,
             self._make_optimizer,
             device=self._given.device,
             groups=unit_numbers(self._parts, parameters) if self._parts else None,
@@ -375,9 +374,7 @@ class Holdings:
         self._note_frozen()
         self._norm = NormRanges(
             self.units,
-            self._axes.data,
-            self._axes.shard,
-            self._axes.model,
+            self._axes,
             group_of=self._given.group_of,
             num_groups=self.num_groups,
             device=self._given.device,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,12 +51,7 @@ def check_parameters(
                 f'ownership="tensor" is for optimizers that look at the whole; use an elementwise optimizer with '
                 f"tensor parallelism"
             )
-        for split in record.splits:
-            if split.axis.size > 1 and data.contains(split.axis):
-                raise ValueError(
-                    f"parameter {name} is split over {split.axis!r}, which is inside data={data!r}: data ranks hold "
-                    f"different parts of it, and reducing would add them up; split it over an axis of the model"
-                )
+        _check_reduced(record, name, data)
         for axis in _axes(record):
             if axis.size > 1 and not model.contains(axis) and not data.contains(axis):
                 raise ValueError(
@@ -83,7 +79,7 @@ def plan(
     names: Sequence[str],
     *,
     data: Axis,
-    shards: int,
+    shards: int | Callable[[UnitKey], int],
     bucket_mb: float | None,
     groups: Sequence[int] | None = None,
     device: torch.device | None = None,
@@ -91,9 +87,9 @@ def plan(
 ) -> tuple[UnitPlan, ...]:
     """The units of this rank's parameters.
 
-    ``groups``: for each parameter the number of those that make one unit, however large; ``None``: by size. Tied
-    parameters make one on each stage that has some of them, whatever their modules are. ``device``: where parameters on
-    the meta device will be. ``whole``: no parameter is cut.
+    ``shards``: see :func:`~.units.plan_units`. ``groups``: for each parameter the number of those that make one unit,
+    however large; ``None``: by size. Tied parameters make one on each stage that has some of them, whatever their
+    modules are. ``device``: where parameters on the meta device will be. ``whole``: no parameter is cut.
     """
     runs = memory_runs(parameters, names)
     members = []
@@ -110,10 +106,12 @@ def plan(
 def unit_key(parameter: Tensor, data: Axis) -> UnitKey:
     """What the parameters of a unit have in common, of one of them."""
     record = sharding_of(parameter)
-    # What lies inside the data axis is summed with it.
-    partial = tuple(axis for axis in record.partial if axis.size > 1 and not data.contains(axis))
+    reduced = None if record.reduced is None or record.reduced.size == data.size else record.reduced
+    # What lies inside the axis that is reduced over is summed with it.
+    inside = reduced or data
+    partial = tuple(axis for axis in record.partial if axis.size > 1 and not inside.contains(axis))
     tied = record.tied if record.tied is not None and record.tied.size > 1 else None
-    return UnitKey(parameter.dtype, parameter.device, partial, tied)
+    return UnitKey(parameter.dtype, parameter.device, partial, tied, reduced)
 
 
 def known_name(name: str) -> str:
@@ -133,8 +131,9 @@ def check_agreement(
     """Raises, on all ranks of the axis, when units that are reduced together were not planned alike.
 
     Ranks that cut their buffers differently would add up unrelated numbers, or hang. Compared are a digest
-    of all units on the data axis, and of the units with a partial axis on that axis. ``device``: to compare on; a
-    rank without units takes part as well. ``what``: they are made of, for the message.
+    of all units on the data axis, of which units with experts are alike over the whole of it too, and of the units with
+    a partial axis on that axis. ``device``: to compare on; a rank without units takes part as well. ``what``: they are
+    made of, for the message.
     """
     for axis in [data, *partial_axes(plans)]:
         mine = [unit for unit in plans if axis == data or axis in unit.key.partial]
@@ -151,6 +150,25 @@ def check_agreement(
             )
 
 
+def _check_reduced(record: Sharding, name: str, data: Axis) -> None:
+    """Raises where gradients of different things would be added up, or not all of the same thing's."""
+    apart = [split.axis for split in record.splits if split.axis.size > 1 and data.contains(split.axis)]
+    reduced = record.reduced or data
+    if not data.contains(reduced):
+        raise ValueError(f"parameter {name} is reduced over {reduced!r}, which is not inside data={data!r}")
+    if any(len(set(axis.ranks) & set(reduced.ranks)) > 1 for axis in apart):
+        raise ValueError(
+            f"parameter {name} is split over {apart[0]!r}, which is inside data={data!r}: data ranks hold different "
+            "parts of it, and reducing would add them up; split it over an axis of the model, or over mesh.ep with "
+            "reduced=mesh.expert_data in its record"
+        )
+    if math.prod(axis.size for axis in apart) * reduced.size != data.size:
+        raise ValueError(
+            f"parameter {name} is reduced over {reduced!r}, which leaves out ranks of data={data!r} that hold the same "
+            "part of it; reduced=mesh.expert_data is for what is split over the ep of the same mesh"
+        )
+
+
 def _axes(record: Sharding) -> list[Axis]:
     axes = [split.axis for split in record.splits] + [*record.partial, *record.exclusive]
     return axes if record.tied is None else [*axes, record.tied]
@@ -161,9 +179,10 @@ def _placement(record: Sharding) -> tuple[object, ...]:
     tied = () if record.tied is None else (record.tied,)
     several = [[axis for axis in axes if axis.size > 1] for axes in (record.partial, record.exclusive, tied)]
     splits = [split for split in record.splits if split.axis.size > 1]
-    return splits, *several
+    return splits, record.reduced, *several
 
 
 def _describe(unit: UnitPlan, names: Sequence[str], *, placed: bool) -> tuple[object, ...]:
     shapes = [(slot.start, slot.shape, names[slot.index] if placed else "") for slot in unit.slots]
-    return str(unit.key.dtype), unit.length, unit.shards, unit.cuts, shapes
+    reduced = None if unit.key.reduced is None else unit.key.reduced.size
+    return str(unit.key.dtype), reduced, unit.length, unit.shards, unit.cuts, shapes

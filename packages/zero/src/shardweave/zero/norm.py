@@ -27,6 +27,7 @@ from torch import Tensor
 from shardweave.comm import Axis, all_reduce, counts_here, gather_values
 from shardweave.comm.text import ranks_text
 
+from .axes import Axes
 from .unit import Unit
 
 __all__ = ["Local", "NormRanges", "Summary", "clip_coefficient", "describe_broken", "square_sum"]
@@ -70,9 +71,9 @@ class Local:
 class NormRanges:
     """Which parts of the shards this rank counts in the norm.
 
-    ``data``, ``model``: the axes that the norm is summed over; ``shard``: the part of data that holds each element
-    once. A shard is counted by its owner in the first replica, a whole gradient (stage 0) by the first data rank; of a
-    parameter's copies on the model axis one is counted.
+    ``axes``: the norm is summed over data and model. A shard is counted by its owner in the first replica, a whole
+    gradient (stage 0) by the first rank that it is reduced over; of a parameter's copies on the model axis one is
+    counted.
     ``group_of``: the number of each parameter's group, by ``id``. ``num_groups``: on the rank that has most.
     ``device``: what travels is there, also on a rank without units.
     """
@@ -80,17 +81,15 @@ class NormRanges:
     def __init__(
         self,
         units: Sequence[Unit],
-        data: Axis,
-        shard: Axis,
-        model: Axis,
+        axes: Axes,
         *,
         group_of: Mapping[int, int],
         num_groups: int,
         device: torch.device,
     ) -> None:
-        self._units, self._data, self._model, self._device = units, data, model, device
+        self._units, self._data, self._model, self._device = units, axes.data, axes.model, device
         self._num_groups = num_groups
-        self._sums = [_sums(unit, data, shard, model, group_of, num_groups) for unit in units]
+        self._sums = [_sums(unit, axes, group_of, num_groups) for unit in units]
 
     def summarize(self, local: Local) -> Summary:
         """Adds up the numbers of all ranks; every rank of the data and the model axis calls it."""
@@ -190,16 +189,17 @@ def _first_broken(units: Sequence[Unit]) -> str:
 
 
 def _sums(
-    unit: Unit, data: Axis, shard: Axis, model: Axis, group_of: Mapping[int, int], num_groups: int
+    unit: Unit, axes: Axes, group_of: Mapping[int, int], num_groups: int
 ) -> list[tuple[int, list[tuple[int, int]]]]:
     """Which ranges of the shard are added to which sum, neighbours taken together.
 
     A sum for each group, and a last one of what other ranks count.
     """
     found: dict[int, list[tuple[int, int]]] = {}
-    first = data.rank < shard.size if unit.sharded else data.is_first
+    reduced, shard = axes.of(unit.plan.key.reduced)
+    first = reduced.rank < shard.size if unit.sharded else reduced.is_first
     for piece in unit.shard.pieces:
-        counts = first and counts_here(piece.parameter, model)
+        counts = first and counts_here(piece.parameter, axes.model)
         ranges = found.setdefault(group_of[id(piece.parameter)] if counts else num_groups, [])
         if ranges and ranges[-1][1] == piece.start:
             ranges[-1] = (ranges[-1][0], piece.stop)

@@ -62,8 +62,9 @@ __all__ = ["Unit"]
 class Unit:
     """Parameters, gradients and shard of one unit.
 
-    ``axis``: the data axis; ``shard_axis``: it, or the part of it that one replica is sharded over. ``names``: of the
-    parameters, in slot order. ``make_optimizer``: gives torch's optimizer for the shard's pieces.
+    ``axis``: what gradients are reduced over; ``shard_axis``: it, or the part of it that one replica is sharded over;
+    ``share``: how much of the data axis ``axis`` is. ``names``: of the parameters, in slot order. ``make_optimizer``:
+    gives torch's optimizer for the shard's pieces.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Unit:
         *,
         axis: Axis,
         shard_axis: Axis,
+        share: float = 1.0,
         options: Options,
         formats: Formats,
         make_optimizer: Callable[[Sequence[Piece]], Optimizer],
@@ -86,6 +88,8 @@ class Unit:
         self.shard = Shard(flat, position, formats, whole=options.ownership == "tensor")
         flat.settle(formats.parameters)
         self._axis, self._shard_axis, self._op = axis, shard_axis, options.reduction
+        self._factor = share if options.reduction == "mean" else 1.0
+        """Makes a mean over the axis one over the data axis: experts have seen tokens of all its ranks."""
         self._cuts = split_sizes(plan.length, axis.size)  # for [Note: Sums of parts]
         self._frees = options.stage >= 2
         self.local = BucketMemory(
@@ -164,7 +168,7 @@ class Unit:
         """Waits for a reduction and adds its result to what came before."""
         result = pending.wait()
         if self.sums_parts:
-            gather = start_all_gather(result, self._axis, sizes=self._cuts, out=buffer)
+            gather = start_all_gather(self._averaged(result), self._axis, sizes=self._cuts, out=buffer)
             self._gathering.append((buffer, gather))
             return
         if self.compressed is not None:  # reduced everywhere, in place
@@ -174,7 +178,7 @@ class Unit:
             result = buffer.copy_(result)
         if self.sharded:
             self.local.give_back(buffer)
-        self._collect(result)
+        self._collect(self._averaged(result))
 
     def start_partial_sum(self, axis: Axis) -> Pending[Tensor] | None:
         """Launches the sum over one more axis of what :meth:`accept` collected."""
@@ -199,6 +203,9 @@ class Unit:
             if reduced is not None:
                 self._recycle(reduced)
         self.shard.gradient = self._incoming = None
+
+    def _averaged(self, result: Tensor) -> Tensor:
+        return result if self._factor == 1.0 else result.mul_(self._factor)
 
     def _collect(self, reduced: Tensor) -> None:
         """Adds it to what came before."""
@@ -264,6 +271,11 @@ class Unit:
             self._incoming = self._incoming.clone()
 
     def _compression(self, options: Compression | None) -> BackgroundReduction | None:
+        if options is not None and self.plan.key.reduced is not None:
+            raise ValueError(
+                f"compression with {self.names[0]}, which is reduced over {self._axis!r} only: residuals of experts "
+                "have no place in a checkpoint yet; leave compression out"
+            )
         if options is None or self._axis.size == 1 or not self.plan.numel:
             return None
         segments = [

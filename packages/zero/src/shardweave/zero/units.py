@@ -11,11 +11,11 @@ Parameters stay in registration order without gaps, so what lay side by side in 
 of a fused product) still does; only the unit's end is padded, to a multiple of the number of shards.
 
 [Note: Units have one key]
-    A unit's parameters agree in dtype, device and in the axes over which their gradients are only partial
-    sums. The ranks of such an axis hold the same unit, cut at the same places. So the sum over it can be
-    taken on the shards that the reduction over the data axis leaves, which moves 1/data of the bytes; with
-    mixed units the copies would sit at other offsets on each rank, and finished numbers would be added to
-    unfinished ones without an error.
+    A unit's parameters agree in dtype, device, in what their gradients are reduced over and in the axes over which
+    these are only partial sums. The ranks of such an axis hold the same unit, cut at the same places. So the sum over
+    it can be taken on the shards that the reduction over the data axis leaves, which moves 1/data of the bytes; with
+    mixed units the copies would sit at other offsets on each rank, and finished numbers would be added to unfinished
+    ones without an error.
 
 [Note: Sizes of units]
     A reduction starts when its unit's last gradient is there, so the last unit's is hidden by nothing: units should be
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,8 @@ class UnitKey:
     """Axes, beyond the data axis, over which gradients are summed; the same unit exists on all their ranks."""
     tied: Axis | None = None
     """The ranks that hold a copy of the unit in another place of the model."""
+    reduced: Axis | None = None
+    """What gradients are reduced over, where it is a part of the data axis; see :class:`~shardweave.comm.Sharding`."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,17 @@ class UnitPlan:
 
 
 def plan_units(
-    members: Sequence[Member], *, shards: int, bucket_bytes: int | None, whole: bool = False
+    members: Sequence[Member],
+    *,
+    shards: int | Callable[[UnitKey], int],
+    bucket_bytes: int | None,
+    whole: bool = False,
 ) -> tuple[UnitPlan, ...]:
     """Lays the members out in units of at most ``bucket_bytes``, in order of their first parameter.
 
     A parameter (or a run of parameters that has to stay together) larger than that is a unit of its own. ``None``: see
-    [Note: Sizes of units]. ``shards``: the number of equal parts each unit is cut into. ``whole``: no parameter is cut,
-    see [Note: Whole tensors].
+    [Note: Sizes of units]. ``shards``: the number of equal parts each unit is cut into, or of each kind of unit.
+    ``whole``: no parameter is cut, see [Note: Whole tensors]; then units are of one kind.
     """
     streams: dict[tuple[UnitKey, int], list[Member]] = {}
     for member in members:
@@ -174,9 +180,11 @@ def plan_units(
             stream.sort(key=lambda member: member.name)
         bytes_ = _default_bytes(stream) if bucket_bytes is None else bucket_bytes
         units += _fill(_runs(stream), bytes_ // key.dtype.itemsize)
-    plans = (
-        _lay_out_whole(units, shards) if whole and shards > 1 else [_lay_out(unit, shards) for unit in units]
-    )
+    if whole and isinstance(shards, int) and shards > 1:
+        plans = _lay_out_whole(units, shards)
+    else:
+        parts = [shards if isinstance(shards, int) else shards(unit[0][0].key) for unit in units]
+        plans = [_lay_out(unit, number) for unit, number in zip(units, parts, strict=True)]
     return tuple(sorted(plans, key=lambda unit: unit.first_index))
 
 
