@@ -137,6 +137,39 @@ def test_what_is_not_wanted_is_not_communicated() -> None:
     assert mesh.ledger.total(kind="reduce_scatter").calls == 0
 
 
+def saved(layer: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that a forward pass keeps."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+        y = layer(x)
+    assert y is not None
+    return [tuple(tensor.shape) for tensor in kept]
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_weight_keeps_no_input() -> None:
+    axis = Mesh(tp=2).tp
+    x, whole = values(2, 6).requires_grad_(), (4, 6)
+    for keep_inputs in (False, True):
+        layer = ColumnParallelLinear(6, 8, axis, sequence_dim=0, keep_inputs=keep_inputs, dtype=F64)
+        assert saved(layer, x) == [whole if keep_inputs else (2, 6)]
+        layer.weight.requires_grad_(False)
+        assert saved(layer, x) == []
+        upstream = values(4, 4, seed=axis.rank)
+        (layer(x) * upstream).sum().backward()  # the input's and the bias' gradient need no input
+        assert layer.bias is not None
+        assert_near(layer.bias.grad, upstream.sum(0))
+        fused = FusedColumnLinear(6, {"query": 8, "key": 4}, axis, sequence_dim=0, bias=False, dtype=F64)
+        next(fused.parameters()).requires_grad_(False)
+        assert (2, 6) in saved(fused, x)
+        fused.requires_grad_(False)
+        assert (2, 6) not in saved(fused, x)
+    down, features = row(axis), values(2, 3)
+    assert saved(down, features) == [(2, 3)]
+    down.weight.requires_grad_(False)
+    assert saved(down, features.requires_grad_()) == []
+
+
 @on_ranks
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
 def test_inputs_of_any_layout_and_of_no_tokens(ranks: int, sequence_dim: int | None) -> None:

@@ -51,6 +51,7 @@ class ParallelAttention(FusedLayers):
         dropout: probability with which attention weights are dropped in training; see :meth:`forward`.
         causal: whether a token sees itself and earlier ones only.
         sequence_dim: with sequence parallelism the sequence's dimension: 0, or 1 with ``batch_first``.
+        keep_inputs: as in :class:`ColumnParallelLinear`, for queries, keys and values together.
         batch_first: the layout. Sequence first is the better one under sequence parallelism: parts of the
             sequence are then pieces of memory and are gathered without a copy.
         device: as in ``nn.Linear``.
@@ -74,6 +75,7 @@ class ParallelAttention(FusedLayers):
         dropout: float = 0.0,
         causal: bool = True,
         sequence_dim: int | None = None,
+        keep_inputs: bool = False,
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -104,7 +106,14 @@ class ParallelAttention(FusedLayers):
 
         def column(features: FeatureSplit) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                hidden, features, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
+                hidden,
+                features,
+                axis,
+                bias=bias,
+                sequence_dim=sequence_dim,
+                keep_inputs=keep_inputs,
+                device=device,
+                dtype=dtype,
             )
 
         self.query = column(query)

@@ -39,6 +39,7 @@ def fused_linear(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Ten
         [layer.bias for layer in layers],
         first.axis,
         sequence_dim=first.sequence_dim,
+        keep_inputs=first.keep_inputs,
     )
     return torch.split(y, [layer.weight.shape[0] for layer in layers], dim=-1)
 
@@ -107,6 +108,7 @@ class FusedColumnLinear(FusedLayers):
         axis: the ranks that share the weights.
         bias: whether every part has one.
         sequence_dim: as in :class:`ColumnParallelLinear`.
+        keep_inputs: as there; the parts keep one input together.
         device: as in ``nn.Linear``.
         dtype: as in ``nn.Linear``.
     """
@@ -119,6 +121,7 @@ class FusedColumnLinear(FusedLayers):
         *,
         bias: bool = True,
         sequence_dim: int | None = None,
+        keep_inputs: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -128,7 +131,14 @@ class FusedColumnLinear(FusedLayers):
         self.names = tuple(parts)
         for name, features in parts.items():
             part = ColumnParallelLinear(
-                in_features, features, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
+                in_features,
+                features,
+                axis,
+                bias=bias,
+                sequence_dim=sequence_dim,
+                keep_inputs=keep_inputs,
+                device=device,
+                dtype=dtype,
             )
             self.add_module(name, part)
         self.place()
@@ -150,7 +160,7 @@ def _check_alike(layers: Sequence[ColumnParallelLinear]) -> None:
             raise ValueError(
                 "a fused layer cannot gather its output; gather it outside, or use the layers one by one"
             )
-        for name in ("in_features", "axis", "sequence_dim"):
+        for name in ("in_features", "axis", "sequence_dim", "keep_inputs"):
             if getattr(layer, name) != getattr(first, name):
                 raise ValueError(
                     f"fused layers read one input, but {name} is {getattr(first, name)} in one "

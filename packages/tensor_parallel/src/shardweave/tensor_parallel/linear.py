@@ -39,6 +39,8 @@ class ColumnParallelLinear(ParallelLayer):
         gather_output: whether to return all output features on every rank.
         sequence_dim: with sequence parallelism the input is this rank's part along this dimension (equal
             parts); forward gathers it, the output has the whole sequence, backward reduce-scatters.
+        keep_inputs: with sequence parallelism, whether the gathered input is kept for the backward pass: one
+            all-gather less there, for the memory of the whole input in place of a part's.
         device: as in ``nn.Linear``.
         dtype: as in ``nn.Linear``.
     """
@@ -55,6 +57,7 @@ class ColumnParallelLinear(ParallelLayer):
         bias: bool = True,
         gather_output: bool = False,
         sequence_dim: int | None = None,
+        keep_inputs: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,6 +67,7 @@ class ColumnParallelLinear(ParallelLayer):
             raise ValueError("gather_output with features that ranks share would return them several times")
         self.in_features, self.out_features, self.split = in_features, split.features, split
         self.axis, self.gather_output, self.sequence_dim = axis, gather_output, sequence_dim
+        self.keep_inputs = keep_inputs
         records = {"weight": split.sharding(axis, (split.features, in_features), 0)}
         if bias:
             records["bias"] = split.sharding(axis, (split.features,), 0)
@@ -92,7 +96,14 @@ class ColumnParallelLinear(ParallelLayer):
             ValueError: when the input's last dimension is not ``in_features``.
         """
         check_features(x, self.in_features, "this column-parallel layer")
-        y = column_linear(x, (self.weight,), (self.bias,), self.axis, sequence_dim=self.sequence_dim)
+        y = column_linear(
+            x,
+            (self.weight,),
+            (self.bias,),
+            self.axis,
+            sequence_dim=self.sequence_dim,
+            keep_inputs=self.keep_inputs,
+        )
         if not self.gather_output:
             return y
         return gather_from(y, self.axis, y.dim() - 1, part_sizes(self.out_features, self.axis))
