@@ -7,7 +7,7 @@ import torch
 from packages.tensor_parallel.tests.reference import F64, assert_same_training, on_ranks, part, values, whole
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Mesh
+from shardweave.comm import Axis, Mesh, WeightGradients, gradient_work
 from shardweave.tensor_parallel import VocabParallelEmbedding
 
 
@@ -31,6 +31,36 @@ def test_trains_like_the_whole_table(ranks: int, sequence_dim: int | None, vocab
     assert_same_training(
         split, reference, axis, lambda: step(split, sequence_dim), lambda: step(reference, None)
     )
+
+
+@on_ranks
+def test_a_deferred_gradient_is_the_same(ranks: int) -> None:
+    axis = Mesh(tp=ranks).tp
+    for vocab, padding, dim in ((11, None, None), (11, 3, 0), (3, -1, 1), (2, None, 0)):
+        torch.manual_seed(3)
+        table = VocabParallelEmbedding(vocab, 5, axis, padding_idx=padding, sequence_dim=dim, dtype=F64)
+        batches = [torch.arange(144).view(12, 12) % vocab, torch.zeros(12, 12, dtype=torch.int64)]
+        upstream = part(values(12, 12, 5), axis, dim)
+        for ids in batches:
+            (table(ids) * upstream).sum().backward()
+        assert table.weight.grad is not None
+        expected, table.weight.grad = table.weight.grad, None
+        queue = WeightGradients()
+        final: list[Tensor] = []
+        gradient_work(table.weight).queue = queue
+        gradient_work(table.weight).subscribe(table.weight, final.append)
+        for ids in batches:
+            (table(ids) * upstream).sum().backward()
+        assert len(queue) == 2
+        assert table.weight.grad is None
+        assert final == []
+        queue.run()
+        assert len(final) == 1
+        assert table.weight.grad is not None
+        assert not table.weight.grad.requires_grad
+        assert torch.equal(table.weight.grad, expected)
+        table.weight.requires_grad_(False)
+        assert not table(batches[0]).requires_grad
 
 
 @pytest.mark.ranks(2)

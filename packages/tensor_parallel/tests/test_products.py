@@ -140,7 +140,12 @@ def test_what_is_not_wanted_is_not_communicated() -> None:
 def saved(layer: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
     """Shapes of the tensors that a forward pass keeps."""
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = layer(x)
     assert y is not None
     return [tuple(tensor.shape) for tensor in kept]

@@ -2,20 +2,25 @@
 
 The vocabulary is the largest matrix of many models. Each rank holds some rows, looks up the tokens that are
 among them, leaves zeros for all others, and the sum over the ranks is the lookup in the whole table. No row
-is padding: 11 tokens on two ranks are 6 and 5.
+is padding: 11 tokens on two ranks are 6 and 5. The gradient of the table can be put off like that of a product, see
+[Note: Deferred weight gradients] in ``weights.py``.
 """
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shardweave.comm import Axis, reduce_from, reduce_scatter_to
 
 from .features import split_features
 from .layer import ParallelLayer
 from .products import check_sequence
+from .weights import now_or_later
 
 __all__ = ["VocabParallelEmbedding", "check_ids"]
 
@@ -94,12 +99,13 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """The rows that this rank holds, zeros for those of other ranks."""
-        if not self.split.length:  # more ranks than rows; the empty sum ties the zeros to the weight's graph
-            return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
         local = ids - self.split.start
-        elsewhere = (local < 0) | (local >= self.split.length)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._own_padding())
-        return rows if self.axis.size == 1 else rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        elsewhere = None
+        if self.axis.size > 1:
+            elsewhere = (local < 0) | (local >= self.split.length)
+            local = local.masked_fill(elsewhere, 0)
+        rows = _Lookup.apply(self.weight, local, elsewhere, self._own_padding())  # type: ignore[no-untyped-call]
+        return cast(Tensor, rows)
 
     def _own_padding(self) -> int | None:
         if self.padding_idx is None:
@@ -112,6 +118,38 @@ class VocabParallelEmbedding(ParallelLayer):
             f"{self.num_embeddings} (here {self.split.length}), {self.embedding_dim}, "
             f"axis={self.axis.name}:{self.axis.size}"
         )
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows ``local`` of a ``weight`` ``[vocab_r, h]``; zeros, and no gradient, where they are ``elsewhere``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, local: Tensor, elsewhere: Tensor | None, padding: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(local, elsewhere)
+        ctx.weight, ctx.padding = weight, padding
+        if not weight.shape[0]:  # more ranks than rows
+            return weight.new_zeros(*local.shape, weight.shape[1])
+        rows = F.embedding(local, weight)
+        return rows if elsewhere is None else rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        local, elsewhere = ctx.saved_tensors
+        weight, padding = ctx.weight, ctx.padding
+
+        def d_weight() -> list[Tensor | None]:
+            if not weight.shape[0]:
+                return [torch.zeros_like(weight)]
+            own = d_rows if elsewhere is None else d_rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+            none = -1 if padding is None else padding
+            gradient = torch.ops.aten.embedding_dense_backward(own, local, weight.shape[0], none, False)
+            return [cast(Tensor, gradient)]
+
+        (now,) = now_or_later((weight,), (True,), d_weight)
+        return now, None, None, None
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
