@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import product
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +22,22 @@ from torch import Tensor, nn
 
 from shardweave import comm
 from shardweave.comm import Axis, DropoutStreams, Mesh, combine_keys, keyed_dropout
-from shardweave.tensor_parallel import Alibi, ParallelAttention, Rotary, alibi_slopes, check_replicas
+from shardweave.tensor_parallel import (
+    Alibi,
+    ParallelAttention,
+    Rotary,
+    alibi_slopes,
+    assert_replicas_equal,
+    cut_context,
+    gather_context,
+)
+
+
+def norm(size: int) -> nn.Module:
+    made = nn.RMSNorm(size, eps=1e-5, dtype=F64)
+    with torch.no_grad():
+        made.weight.copy_(torch.linspace(0.5, 1.5, size))
+    return made
 
 
 class Reference(nn.Module):
@@ -36,6 +53,7 @@ class Reference(nn.Module):
         alibi: bool,
         rotary: Rotary | None,
         causal: bool,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -44,8 +62,9 @@ class Reference(nn.Module):
         self.key = nn.Linear(hidden, kv_heads * head_dim, dtype=F64)
         self.value = nn.Linear(hidden, kv_heads * head_dim, dtype=F64)
         self.output = nn.Linear(heads * head_dim, hidden, dtype=F64)
+        self.query_norm, self.key_norm = (norm(head_dim) if qk_norm else None for _ in range(2))
 
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keep: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         length, mixed = x.shape[1], []
         distance = torch.arange(length, dtype=F64) - torch.arange(length, dtype=F64).unsqueeze(1)
         for head in range(self.heads):
@@ -53,6 +72,8 @@ class Reference(nn.Module):
             query = self.query(x)[..., head * self.head_dim : (head + 1) * self.head_dim]
             key = self.key(x)[..., other * self.head_dim : (other + 1) * self.head_dim]
             value = self.value(x)[..., other * self.head_dim : (other + 1) * self.head_dim]
+            if self.query_norm is not None and self.key_norm is not None:
+                query, key = self.query_norm(query), self.key_norm(key)
             if self.rotary is not None:
                 query, key = self.rotary(query), self.rotary(key)
             scores = query @ key.transpose(1, 2) / math.sqrt(self.head_dim)
@@ -60,6 +81,8 @@ class Reference(nn.Module):
                 scores = scores + alibi_slopes(self.heads)[head] * distance
             if self.causal:
                 scores = scores.masked_fill(distance > 0, -math.inf)
+            if documents is not None:
+                scores = scores.masked_fill(documents.unsqueeze(1) != documents.unsqueeze(2), -math.inf)
             weights = scores.softmax(-1)
             if keep is not None:
                 weights = weights * keep[:, head]
@@ -80,10 +103,15 @@ def pair(
     dropout: float = 0.0,
     sequence_dim: int | None = None,
     batch_first: bool = False,
+    qk_norm: bool = False,
+    context: Axis | None = None,
+    context_form: Literal["ring", "all-to-all"] = "ring",
 ) -> tuple[ParallelAttention, Reference]:
     turns = Rotary(head_dim) if rotary else None
     torch.manual_seed(3)
-    reference = Reference(6, heads, kv_heads, head_dim, alibi=alibi, rotary=turns, causal=causal)
+    reference = Reference(
+        6, heads, kv_heads, head_dim, alibi=alibi, rotary=turns, causal=causal, qk_norm=qk_norm
+    )
     torch.manual_seed(3)
     split = ParallelAttention(
         6,
@@ -97,42 +125,59 @@ def pair(
         dropout=dropout,
         sequence_dim=sequence_dim,
         batch_first=batch_first,
+        qk_norm=norm if qk_norm else None,
+        context=context,
+        context_form=context_form,
         dtype=F64,
     )
     return split, reference
 
 
-def compare(split: ParallelAttention, reference: Reference, axis: Axis) -> None:
-    x, weights = values(2, 12, 6), values(2, 12, 6, seed=2)
+def compare(
+    split: ParallelAttention,
+    reference: Reference,
+    axis: Axis,
+    *,
+    documents: Tensor | None = None,
+    keys: Tensor | None = None,
+    keep: Tensor | None = None,
+    steps: int = 3,
+) -> None:
+    length = 16 if split.context.size > 1 else 12
+    x, weights = values(2, length, 6), values(2, length, 6, seed=2)
     dim = split.query.sequence_dim
 
     def laid_out(tensor: Tensor) -> Tensor:
-        return part(tensor if split.sequence == 1 else tensor.transpose(0, 1), axis, dim)
+        sequence_first = tensor if split.sequence == 1 else tensor.transpose(0, 1)
+        return part(cut_context(sequence_first, split.context, split.sequence), axis, dim)
+
+    def together(tensor: Tensor) -> Tensor:
+        return gather_context(whole(tensor, axis, dim), split.context, split.sequence)
 
     def split_step() -> Tensor:
         own = laid_out(x).clone().requires_grad_()
-        y = split(own)
+        y = split(own, documents=documents, keys=keys)
         (y * laid_out(weights)).sum().backward()
         assert own.grad is not None
-        both = torch.stack([whole(y.detach(), axis, dim), whole(own.grad, axis, dim)])
+        both = torch.stack([together(y.detach()), together(own.grad)])
         return both if split.sequence == 1 else both.transpose(1, 2)
 
     def reference_step() -> Tensor:
         own = x.clone().requires_grad_()
-        y = reference(own)
+        y = reference(own, keep, documents)
         (y * weights).sum().backward()
         assert own.grad is not None
         return torch.stack([y.detach(), own.grad])
 
-    assert_same_training(split, reference, axis, split_step, reference_step)
-    check_replicas(split, axis)
+    assert_same_training(split, reference, axis, split_step, reference_step, steps=steps)
+    assert_replicas_equal(split, axis)
 
 
 @on_ranks
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 def test_trains_like_attention_in_one_process(ranks: int, sequence_dim: int | None) -> None:
     axis = Mesh(tp=ranks).tp
-    kinds: list[dict[str, bool]] = [
+    kinds: list[dict[str, Any]] = [
         {},
         {"causal": False},
         {"rotary": True},
@@ -214,7 +259,7 @@ def test_contradicting_options_are_named() -> None:
 
 @on_ranks
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"alibi": True}, {"rotary": True}])
-def test_dropout_masks_do_not_depend_on_the_layout(ranks: int, options: dict[str, bool]) -> None:
+def test_dropout_masks_do_not_depend_on_the_layout(ranks: int, options: dict[str, Any]) -> None:
     axis = Mesh(tp=ranks).tp
     for kv_heads in (12, ranks):
         split, reference = pair(axis, 12, kv_heads, dropout=0.3, sequence_dim=0, **options)
@@ -260,3 +305,68 @@ def test_one_collective_forward_and_one_backward() -> None:
     total = mesh.ledger.total(kind="all_reduce")
     assert (total.calls, total.bytes) == (2, 2 * x.numel() * 8)
     assert mesh.ledger.total().calls == 2
+
+
+@on_ranks
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+def test_norms_of_queries_and_keys(ranks: int, sequence_dim: int | None) -> None:
+    axis = Mesh(tp=ranks).tp
+    for kv_heads in (12, 1) if ranks in (1, 4) else (12,):
+        split, reference = pair(axis, 12, kv_heads, rotary=True, qk_norm=True, sequence_dim=sequence_dim)
+        compare(split, reference, axis)
+
+
+@on_ranks
+def test_documents_do_not_see_each_other(ranks: int) -> None:
+    axis = Mesh(tp=ranks).tp
+    documents = torch.tensor([[0] * 5 + [1] * 7, [7] * 11 + [3]])
+    kinds: list[dict[str, Any]] = [{"rotary": True}, {"alibi": True, "sequence_dim": 0}, {"causal": False}]
+    for options in kinds:
+        split, reference = pair(axis, 12, 12, **options)
+        compare(split, reference, axis, documents=documents, steps=1)
+    split, _ = pair(axis, 12, 12, rotary=True)
+    x = values(12, 2, 6)
+    together = split(x, documents=documents)
+    assert_near(together[5:, :1], split(x[5:, :1]), "the second document alone, at other positions")
+    with pytest.raises(ValueError, match=r"documents of shape \(2, 6\) for rows of shape \(2, 12\)"):
+        split(x, documents=documents[:, :6])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", ["ring", "all-to-all"])
+def test_context_equals_one_process(form: Literal["ring", "all-to-all"]) -> None:
+    """Both axes at once and each alone; outputs, all gradients, steps and copies."""
+    documents = torch.tensor([[0] * 5 + [1] * 11, [7] * 11 + [3] * 5])
+    keys = DropoutStreams(seed=1, step=5, samples=torch.tensor([8, 3])).keys(2, "attention", torch.arange(16))
+    masks = combine_keys(keys.t().unsqueeze(1), torch.arange(8).view(1, 8, 1))
+    keep = keyed_dropout(torch.ones(2, 8, 16, 16, dtype=F64), 0.3, masks)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (8, {"rotary": True}),
+        (2, {"rotary": True, "qk_norm": True, "batch_first": True}),
+        (1, {"alibi": True, "causal": False}),
+        (2, {"alibi": True, "dropout": 0.3}),
+    ]
+    for mesh, sequence_parallel in ((Mesh(cp=4), False), (Mesh(cp=2, tp=2), False), (Mesh(cp=2, tp=2), True)):
+        for (kv_heads, options), texts in product(kinds, (None, documents)):
+            dim = (1 if "batch_first" in options else 0) if sequence_parallel else None
+            split, reference = pair(
+                mesh.tp, 8, kv_heads, context=mesh.cp, context_form=form, sequence_dim=dim, **options
+            )
+            dropping = {"keys": keys, "keep": keep} if "dropout" in options else {}
+            compare(split, reference, mesh.tp, documents=texts, steps=1 if texts is None else 2, **dropping)
+            assert_replicas_equal(split, mesh.cp)
+
+
+@pytest.mark.ranks(2)
+def test_context_is_refused_with_a_reason() -> None:
+    mesh = Mesh(cp=2)
+    with pytest.raises(ValueError, match=r"the 3 heads that are here, which do not divide; .* or the ring"):
+        ParallelAttention(12, 3, Axis.single(), context=mesh.cp, context_form="all-to-all")
+    with pytest.raises(ValueError, match="context_form 'rings': choose 'ring' or 'all-to-all'"):
+        ParallelAttention(12, 3, Axis.single(), context_form="rings")  # type: ignore[arg-type]
+    split = ParallelAttention(12, 3, Axis.single(), context=mesh.cp, rotary=Rotary(4))
+    with pytest.raises(ValueError, match="sequence of 6 tokens does not divide over context axis 'cp'"):
+        split(torch.zeros(3, 1, 12))
+    with pytest.raises(ValueError, match=r"positions of shape \(4,\) for a sequence of 8 tokens in 1 rows"):
+        split(torch.zeros(4, 1, 12), positions=torch.arange(4))
+    assert mesh.ledger.total().calls == 0

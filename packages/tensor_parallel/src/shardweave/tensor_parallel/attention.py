@@ -9,24 +9,34 @@ With fewer key/value heads than ranks, neighbouring ranks hold the same one (see
     4 query heads, 2 key/value heads, 4 ranks      rank 0     rank 1     rank 2     rank 3
     query                                           0          1          2          3
     key, value                                      0          0 (copy)   1          1 (copy)
+
+The sequence may be cut over a second axis, the context. Projections and norms are local to a token; the core is then
+one of two ways to let tokens of different ranks meet, ``ring.py`` and ``ulysses.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardweave.comm import Axis, combine_keys, keyed_dropout
 
 from .alibi import Alibi, later_keys
+from .context import check_context, cut_context
+from .core import Scoring
+from .documents import check_documents
 from .features import FeatureSplit, split_heads
 from .fused import FusedLayers, fused_linear
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .replicas import mark_partial
+from .ring import ring_attention
 from .rotary import Rotary
+from .ulysses import check_exchange, exchanged_attention, local_attention
 
 __all__ = ["ParallelAttention"]
 
@@ -35,7 +45,9 @@ class ParallelAttention(FusedLayers):
     """Multi-head or grouped-query self-attention (Shoeybi et al., section 3; Ainslie et al. 2305.13245).
 
     Input and output are ``[s, b, h]``, or ``[b, s, h]`` with ``batch_first``, the same on every rank; with
-    sequence parallelism this rank's part along the sequence. Parameters are ``query``, ``key``, ``value`` and
+    sequence parallelism this rank's part along the sequence; with ``context`` the part that
+    :func:`~shardweave.tensor_parallel.cut_context` gives, of which sequence parallelism
+    takes its parts. Parameters are ``query``, ``key``, ``value`` and
     ``output``, each with ``weight`` and ``bias``; query head ``i`` reads key/value head ``i // (heads /
     kv_heads)``.
 
@@ -46,10 +58,18 @@ class ParallelAttention(FusedLayers):
         kv_heads: key/value heads of the whole layer; default: ``heads``.
         head_dim: features of a head; default: ``hidden / heads``.
         bias: whether the four projections have one.
+        qk_norm: makes a norm from the features of a head; two of them, ``query_norm`` and ``key_norm``, are applied to
+            each head before rotary. Ranks of both axes see some heads and tokens only, so their gradients are recorded
+            as partial. On a module that is not a :class:`ParallelLayer` the record is lost when it is copied or moved
+            off the meta device.
         rotary: rotates queries and keys.
         alibi: whether to add ALiBi's penalty; the layers of a model should share one :class:`Alibi`.
         dropout: probability with which attention weights are dropped in training; see :meth:`forward`.
         causal: whether a token sees itself and earlier ones only.
+        context: the ranks that the sequence is cut over, ``None``: it is whole. All parameters' gradients are recorded
+            as partial over it.
+        context_form: ``"ring"``: keys and values go round (arXiv:2310.01889); ``"all-to-all"``: heads are exchanged
+            for tokens (arXiv:2309.14509), for at most as many ranks as there are heads on one.
         sequence_dim: with sequence parallelism the sequence's dimension: 0, or 1 with ``batch_first``.
         keep_inputs: as in :class:`ColumnParallelLinear`, for queries, keys and values together.
         batch_first: the layout. Sequence first is the better one under sequence parallelism: parts of the
@@ -70,10 +90,13 @@ class ParallelAttention(FusedLayers):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = True,
+        qk_norm: Callable[[int], nn.Module] | None = None,
         rotary: Rotary | None = None,
         alibi: Alibi | bool = False,
         dropout: float = 0.0,
         causal: bool = True,
+        context: Axis | None = None,
+        context_form: Literal["ring", "all-to-all"] = "ring",
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
         batch_first: bool = False,
@@ -103,6 +126,12 @@ class ParallelAttention(FusedLayers):
             raise ValueError(f"ALiBi is for {self.alibi.heads} heads, this layer has {heads}")
         query, keys = split_heads(heads, self.head_dim, axis), split_heads(kv_heads, self.head_dim, axis)
         self.first_head = query.start // self.head_dim
+        self.context = context if context is not None else Axis.single("cp")
+        if context_form not in ("ring", "all-to-all"):
+            raise ValueError(f"context_form {context_form!r}: choose 'ring' or 'all-to-all'")
+        if context_form == "all-to-all":
+            check_exchange(heads // axis.size, self.context)
+        self.context_form = context_form
 
         def column(features: FeatureSplit) -> ColumnParallelLinear:
             return ColumnParallelLinear(
@@ -123,22 +152,42 @@ class ParallelAttention(FusedLayers):
             query, hidden, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
         )
         self.place()
+        self.query_norm = qk_norm(self.head_dim) if qk_norm is not None else None
+        self.key_norm = qk_norm(self.head_dim) if qk_norm is not None else None
+        for norm in (self.query_norm, self.key_norm):
+            if norm is not None:
+                mark_partial(norm, axis)
+        mark_partial(self, self.context)
 
     def fused(self) -> Sequence[ColumnParallelLinear]:
         """Query, key and value, which read the same input."""
         return self.query, self.key, self.value
 
-    def forward(self, x: Tensor, *, positions: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        keys: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Attention of all tokens to all (earlier) tokens.
 
-        ``positions``: global positions ``[s]`` of the whole sequence's tokens, ``0 .. s - 1`` when not given;
-        for rotary and ALiBi. ``keys``: ``[s, b]`` int32, again of the whole sequence (also with sequence
-        parallelism), from :meth:`shardweave.comm.DropoutStreams.keys`: which attention weights are dropped
-        depends on them and on the head's number in the whole model, so masks are the same in every layout.
+        What is given beside ``x`` speaks of the whole sequence, whatever part of it this rank holds.
+
+        ``positions``: ``[s]``, ``0 .. s - 1`` when not given; for rotary and ALiBi. What is earlier is decided by the
+        place in the sequence and not by them. ``keys``: ``[s, b]`` int32, from
+        :meth:`shardweave.comm.DropoutStreams.keys`: which attention weights are dropped depends on them and on the
+        head's number in the whole model, so masks are the same in every layout. ``documents``: ``[b, s]`` integers;
+        tokens of a row see those of their own number only.
 
         Raises:
-            ValueError: in training with dropout but without ``keys``.
+            ValueError: in training with dropout but without ``keys``; for a sequence that the context axis cannot
+                share, or something that is not of the whole sequence.
         """
+        batch, length = self._measure(x)
+        check_context(length, self.context)
+        self._check(batch, length, positions, keys, documents)
         dropping = self.training and self.dropout > 0
         if dropping and keys is None:
             raise ValueError(
@@ -147,9 +196,23 @@ class ParallelAttention(FusedLayers):
             )
         # [b, heads_r, s, d] each
         query, key, value = (self._heads(part) for part in fused_linear(x, self.fused()))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
-        if dropping and keys is not None:
+            own = self._own_positions(length, positions, x.device)
+            query, key = self.rotary(query, own), self.rotary(key, own)
+        if self.context.size > 1 or documents is not None:
+            scoring = Scoring(
+                causal=self.causal,
+                slopes=self._slopes(query.shape[1]),
+                positions=positions,
+                documents=documents,
+                dropout=self.dropout,
+                keys=keys if dropping else None,
+                first_head=self.first_head,
+            )
+            mixed = self._core_in_blocks(query, key, value, scoring)
+        elif dropping and keys is not None:
             mixed = self._core_with_dropout(query, key, value, positions, keys)
         else:
             mask = self._alibi_mask(query, positions)
@@ -163,6 +226,42 @@ class ParallelAttention(FusedLayers):
             )
         y: Tensor = self.output(self._merged(mixed))
         return y
+
+    def _core_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        if self.context.size == 1:
+            return local_attention(query, key, value, scoring)
+        form = ring_attention if self.context_form == "ring" else exchanged_attention
+        return form(query, key, value, scoring, self.context)
+
+    def _measure(self, x: Tensor) -> tuple[int, int]:
+        """Batch size and length of the whole sequence that ``x`` is a part of."""
+        shared = self.axis.size if self.query.sequence_dim is not None else 1
+        return x.shape[1 - self.sequence], x.shape[self.sequence] * shared * self.context.size
+
+    def _check(
+        self, batch: int, length: int, positions: Tensor | None, keys: Tensor | None, documents: Tensor | None
+    ) -> None:
+        """Refuses what is not of the whole sequence."""
+        for name, given, shape in (("positions", positions, (length,)), ("keys", keys, (length, batch))):
+            if given is not None and tuple(given.shape) != shape:
+                raise ValueError(
+                    f"{name} of shape {tuple(given.shape)} for a sequence of {length} tokens in {batch} rows; give "
+                    f"{shape}, those of the whole sequence, whatever part of it this rank holds"
+                )
+        if documents is not None:
+            check_documents(documents, (batch, length))
+
+    def _own_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
+        """The positions of the tokens in this rank's part of the context; ``None``: all, in order."""
+        if self.context.size == 1:
+            return positions
+        whole = torch.arange(length, device=device) if positions is None else positions.to(device)
+        return cut_context(whole, self.context, 0)
+
+    def _slopes(self, heads: int) -> tuple[float, ...] | None:
+        if self.alibi is None:
+            return None
+        return self.alibi.slopes[self.first_head : self.first_head + heads]
 
     def _core_with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, keys: Tensor
@@ -202,7 +301,7 @@ class ParallelAttention(FusedLayers):
         return (
             f"heads={self.heads} (here {self.heads // self.axis.size}), kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}, "
-            f"axis={self.axis.name}:{self.axis.size}"
+            f"axis={self.axis.name}:{self.axis.size}, context={self.context_form}:{self.context.size}"
         )
 
 
