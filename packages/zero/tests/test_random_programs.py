@@ -14,7 +14,7 @@ from packages.zero.tests.random_programs.settings import Setting
 from shardweave.comm.testing import RankError, run_ranks
 from shardweave.zero.residency import Member, Residency
 
-TWO = range(28)
+TWO = range(24)
 FOUR = [seed for seed in range(40) if Setting.draw(Random(f"setting {seed}"), 4, None).copies][:4]
 
 

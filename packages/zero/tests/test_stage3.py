@@ -520,6 +520,28 @@ def test_one_rank_alone_may_read_what_is_always_there() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_skipped_step_releases_what_waits_for_a_backward_pass() -> None:
+    """As one that is taken does; the pass may come all the same."""
+    data = Mesh(dp=2).data
+    net = model()
+    optimizer = optimizer_of(net, data, units=[nn.LayerNorm, Block], persistent_parameters=2 * WIDTH)
+    always = sum(unit.length for unit in optimizer.units if unit.length <= 2 * WIDTH)
+    for step in range(3):
+        loss = loss_of(net, batch(data.rank, step))
+        if step == 2:
+            assert optimizer.live_parameters > always
+            (net.norm.weight.sum() * float("nan")).backward()
+            optimizer.step()
+            assert optimizer.step_skipped
+            assert optimizer.live_parameters == always
+        loss.backward()
+        optimizer.step()
+        assert optimizer.live_parameters == always
+    with optimizer.full_parameters():
+        check([p.detach() for p in net.parameters()], trained_alone(2, steps=3, micros=1, change=leave))
+
+
+@pytest.mark.ranks(2)
 def test_gradients_of_gradients() -> None:
     """A penalty on the input's gradient, whose graph reads the weights once more."""
     data = Mesh(dp=2).data

@@ -47,15 +47,23 @@ def assert_same_step(optimizer: ZeroOptimizer, *, skipped: bool, norm: float) ->
         assert_close("grad_norm", optimizer.grad_norm, norm)
 
 
-def assert_live(optimizer: ZeroOptimizer, setting: Setting, *, idle: bool, when: str) -> None:
-    """No more is gathered than the bound says; where nothing is in use (``idle``), only what is kept."""
+def assert_live(
+    optimizer: ZeroOptimizer, setting: Setting, *, idle: bool, when: str, awaited: int = 0
+) -> None:
+    """No more is gathered than the bound says; where nothing is in use (``idle``), only what is kept.
+
+    ``awaited``: how many units may be there because a backward pass is about to begin with them.
+    """
     live = optimizer.live_parameters
     if setting.bound is not None and live > setting.bound:
         raise Difference(f"{when} {live} parameters are gathered, beyond max_live_parameters={setting.bound}")
-    always = sum(unit.length for unit in optimizer.units if unit.length <= setting.persistent)
-    if idle and live > always + setting.kept:
+    sizes = sorted(unit.length for unit in optimizer.units)
+    always = sum(size for size in sizes if size <= setting.persistent)
+    ahead = sum([size for size in sizes if size > setting.persistent][-awaited:]) if awaited else 0
+    if idle and live > always + setting.kept + ahead:
         raise Difference(
-            f"{when} {live} parameters are gathered; {always} of them always are, and {setting.kept} may be kept"
+            f"{when} {live} parameters are gathered; {always} of them always are, {setting.kept} may be kept, "
+            f"and {ahead} may be awaited"
         )
 
 

@@ -266,6 +266,8 @@ class Holdings:
             unit.drop_gradient()
             unit.present = set()
         self._let_go()
+        if skipped and self.gathered is not None:
+            self.gathered.residency.release_idle()  # also what waits for a backward pass, as after any other step
 
     def warn_when_kept_whole(self, stacklevel: int) -> None:
         """Somebody asked for shards between micro-batches, and a pipeline held their gradients."""
