@@ -12,7 +12,14 @@ from shardweave.zero import ZeroOptimizer
 from .net import Net
 from .settings import Setting
 
-__all__ = ["Difference", "assert_close", "assert_live", "assert_same_parameters", "assert_same_step"]
+__all__ = [
+    "Difference",
+    "any_not_finite",
+    "assert_close",
+    "assert_live",
+    "assert_same_parameters",
+    "assert_same_step",
+]
 
 TOLERANCE = 1e-8
 """In float64, of values around 1, over a whole program."""
