@@ -16,6 +16,7 @@ compression             :class:`CompressedReduction` with :class:`OneBit`, :clas
                         :class:`TopK` or :class:`PowerSGD`: gradients in few bytes, what was not sent is kept
 ledger                  :class:`Ledger`: every byte, by axis, kind and link
 random                  :func:`named_generator`, :func:`keyed_dropout`: random numbers that do not know the layout
+random_streams          :class:`RandomStreams`: torch's own random numbers, apart on some ranks and alike on others
 testing                 :func:`shardweave.comm.testing.run_ranks`, ``@pytest.mark.ranks(n)``
 ======================  =====================================================================================
 """
@@ -97,6 +98,7 @@ from .random import (
     named_generator,
     named_seed,
 )
+from .random_streams import RandomFork, RandomStreams
 from .readiness import GradientWork, Subscription, WeightGradients, gradient_work
 from .rectangles import Rectangle, flat_rectangles, part_rectangles, rectangle_views
 from .runtime import init, session, shutdown
@@ -137,6 +139,8 @@ __all__ = [
     "OrderedReduction",
     "Pending",
     "PowerSGD",
+    "RandomFork",
+    "RandomStreams",
     "Rectangle",
     "Reducible",
     "Residual",

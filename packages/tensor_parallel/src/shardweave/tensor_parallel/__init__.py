@@ -12,6 +12,8 @@ context                 :func:`cut_context`, :func:`gather_context`, :func:`cont
                         :func:`check_context`: who holds which tokens of a sequence
 documents               :func:`document_positions`, :func:`document_targets`: several texts in one row
 parallelize             :func:`parallelize`: split the layers of a module that exists, by a plan of names
+plans, public_plans     :class:`Plan`, :func:`plan_for`: what a plan says; plans for models of transformers
+gather                  :func:`gather`: the module as it was, with the weights that it has now
 replicas                :func:`mark_partial`, :func:`assert_replicas_equal`: parameters that are not split
 features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds what
 products                :func:`column_linear`, :func:`row_linear`: the products as functions of given weights
@@ -33,22 +35,27 @@ from .documents import document_positions, document_targets
 from .embedding import VocabParallelEmbedding
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedColumnLinear, FusedLayers, fused_linear
+from .gather import gather
 from .head_loss import vocab_parallel_head_loss
 from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import parallelize
+from .plans import Cut, Plan
 from .products import column_linear, row_linear
+from .public_plans import plan_for
 from .replicas import assert_replicas_equal, check_replicas, mark_partial
 from .rotary import Rotary
 
 __all__ = [
     "Alibi",
     "ColumnParallelLinear",
+    "Cut",
     "FeatureSplit",
     "FusedColumnLinear",
     "FusedLayers",
     "ParallelAttention",
     "ParallelLayer",
+    "Plan",
     "Rotary",
     "RowParallelLinear",
     "VocabParallelEmbedding",
@@ -64,9 +71,11 @@ __all__ = [
     "document_positions",
     "document_targets",
     "fused_linear",
+    "gather",
     "gather_context",
     "mark_partial",
     "parallelize",
+    "plan_for",
     "row_linear",
     "split_features",
     "split_heads",

@@ -9,66 +9,84 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Sharding, all_reduce, set_sharding, sharding_of
 
+from .conv1d import ColumnParallelConv1D, RowParallelConv1D, features_of, is_conv1d
 from .embedding import VocabParallelEmbedding
-from .features import split_features
+from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedLayers
 from .linear import ColumnParallelLinear, RowParallelLinear, check_features
-from .plans import Style, resolve
+from .origins import LayerOrigin, TreeOrigin, keep_origin
+from .plans import Plan, Style, resolve
 from .products import column_linear
+from .public_plans import plan_for
 from .replicas import mark_partial
+from .surroundings import resolve_surroundings
 
 __all__ = ["BlockColumnLinear", "parallelize"]
 
 
 def parallelize(
     module: nn.Module,
-    plan: Mapping[str, str],
+    plan: Mapping[str, str] | Plan | Literal["auto"],
     axis: Axis,
     *,
     sequence_dim: int | None = None,
     check: bool = True,
 ) -> nn.Module:
-    """Splits layers of ``module`` over ``axis``, in place, and returns it.
+    """Splits layers of ``module`` over ``axis``, in place, and returns it; :func:`gather` puts it together again.
 
     ``plan`` maps name patterns to styles, such as ``{"layers.*.fc1": "column", "layers.*.fc2": "row"}``; ``*``
-    stands for one component of a name, ``**`` for any number.
+    stands for one component of a name, ``**`` for any number. ``"auto"`` is the plan for a model of transformers
+    that :func:`plan_for` knows. A :class:`Plan` says more than styles.
 
-    ================  ==============  ========================================================================
-    style             replaces        by
-    ================  ==============  ========================================================================
-    ``column``        nn.Linear       :class:`ColumnParallelLinear`: output features split
-    ``column:N``      nn.Linear       the same for a matrix of N fused blocks (``[q; k; v]``: 3), each split;
+    ==================  ============  ========================================================================
+    style               replaces      by
+    ==================  ============  ========================================================================
+    ``column``          nn.Linear     :class:`ColumnParallelLinear`: output features split
+    ``column:N``        nn.Linear     the same for a matrix of N fused blocks (``[q; k; v]``: 3), each split;
                                       the output is this rank's part of each block. Its parameters become
                                       separate ones (``qkv.0.weight``, ...)
-    ``column_gather`` nn.Linear       output features split in memory, all of them returned
-    ``row``           nn.Linear       :class:`RowParallelLinear`: input features split
-    ``vocab``         nn.Embedding    :class:`VocabParallelEmbedding`: rows split
-    ``sequence``      (any module)    nothing: marks its parameters' gradients as partial, for norms between
+    ``column_heads:D``  nn.Linear     output features split between heads of D features; where there are fewer
+                                      heads than ranks, several ranks hold the same head
+    ``column_gather``   nn.Linear     output features split in memory, all of them returned
+    ``row``             nn.Linear     :class:`RowParallelLinear`: input features split
+    ``row_heads:D``     nn.Linear     input features split between heads of D features, equally many to a rank
+    ``vocab``           nn.Embedding  :class:`VocabParallelEmbedding`: rows split
+    ``sequence``        (any module)  nothing: marks its parameters' gradients as partial, for norms between
                                       the pairs under sequence parallelism
-    ================  ==============  ========================================================================
+    ==================  ============  ========================================================================
+
+    transformers' ``Conv1D``, a linear layer with its weight the other way round, may stand wherever ``nn.Linear``
+    stands; its weight keeps its orientation (except under ``column:N``) and its gradient cannot be deferred.
 
     Parameters stay the same objects with smaller data (except under ``column:N``): ties, ``requires_grad``
-    and optimizers keep working. Code between the layers has to take sizes from its tensors: there are fewer
-    features (heads) on a rank. ``sequence_dim`` is given to all replaced layers. ``check`` compares
-    the weights' checksums over the ranks first, since slices of different matrices would train without an error.
+    and optimizers keep working. Code between the layers has to take sizes from its tensors, since there are fewer
+    features (heads) on a rank, or the :class:`Plan` has to say what it reads instead. ``sequence_dim`` is given to
+    all replaced layers. ``check`` compares the weights' checksums over the ranks first, since slices of different
+    matrices would train without an error.
 
     Raises:
-        ValueError: for a pattern without a match, a wrong kind of layer, a style that does not exist,
-            contradicting ties, hooks or gradients that would be lost, or ranks that hold different weights.
-            The module is then unchanged.
+        ValueError: for a pattern without a match, a wrong kind of layer, a style that does not exist, heads that
+            cannot be shared by the ranks, contradicting ties, hooks or gradients that would be lost, or ranks that
+            hold different weights. The module is then unchanged.
     """
-    styles = resolve(module, plan)
+    if isinstance(plan, str):
+        plan = _plan_by_name(plan, module, axis, sequence_dim)
+    plan = plan if isinstance(plan, Plan) else Plan(plan)
+    styles = resolve(module, plan.styles)
     modules = dict(module.named_modules(remove_duplicate=False))
     split = {path: style for path, style in styles.items() if style.kind != "sequence"}
-    for path in split:
+    for path, style in split.items():
         _check_replaceable(path, modules[path])
+        _check_heads(path, modules[path], style, axis)
     _check_sequence_styles(styles, sequence_dim)
+    changes = resolve_surroundings(module, plan, axis)
     if check:
         _check_same({path: modules[path] for path in split}, axis)
     replaced: dict[int, nn.Module] = {}
@@ -81,9 +99,12 @@ def parallelize(
             return replaced[id(old)]
         parent, _, name = path.rpartition(".")
         setattr(modules[parent], name, replaced[id(old)])
-    for path, style in styles.items():
-        if style.kind == "sequence":
-            mark_partial(modules[path], axis)
+    marked = [path for path, style in styles.items() if style.kind == "sequence"]
+    for path in marked:
+        mark_partial(modules[path], axis)
+    for change in changes:
+        change.apply(module)
+    keep_origin(module, TreeOrigin(axis, changes, marked))
     return module
 
 
@@ -116,13 +137,41 @@ class BlockColumnLinear(FusedLayers):
         return column_linear(x, weights, biases, parts[0].axis, sequence_dim=parts[0].sequence_dim)
 
 
+def _plan_by_name(name: str, module: nn.Module, axis: Axis, sequence_dim: int | None) -> Plan:
+    if name != "auto":
+        raise ValueError(f"plan {name!r} does not exist; give a mapping, a Plan or 'auto'")
+    if sequence_dim is not None:
+        raise ValueError(
+            f"plan 'auto' with sequence_dim={sequence_dim}: the code of these models reads the sequence's length off "
+            "the embeddings, so it cannot be split; leave sequence_dim out"
+        )
+    return plan_for(module, axis)
+
+
 def _split_layer(
     old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None, done: set[int]
 ) -> nn.Module:
     """The parallel layer for ``old``, with its parameters cut down; ``done`` has the ids of those already cut."""
-    new: nn.Module
+    if style.blocks > 1:
+        new = _split_blocks(old, style.blocks, axis, sequence_dim)
+    else:
+        new = _empty_layer(old, style, axis, sequence_dim)
+        for name, parameter in list(old.named_parameters(recurse=False)):
+            record = sharding_of(new.get_parameter(name))
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                _cut(parameter, record, new.get_parameter(name).shape)
+            new.register_parameter(name, parameter)
+    keep_origin(new, LayerOrigin(old, axis, transposed=style.blocks > 1 and is_conv1d(old)))
+    for name, _ in list(old.named_parameters(recurse=False)):
+        old.register_parameter(name, None)
+    return new.train(old.training)
+
+
+def _empty_layer(old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None) -> nn.Module:
+    """The parallel layer for ``old``, without values."""
     if isinstance(old, nn.Embedding):
-        new = VocabParallelEmbedding(
+        return VocabParallelEmbedding(
             old.num_embeddings,
             old.embedding_dim,
             axis,
@@ -130,52 +179,57 @@ def _split_layer(
             sequence_dim=sequence_dim,
             device="meta",
         )
-    elif not isinstance(old, nn.Linear):
-        raise AssertionError(f"plans.resolve let a {type(old).__name__} through")
-    elif style.blocks > 1:
-        return _split_blocks(old, style.blocks, axis, sequence_dim)
-    elif style.kind == "row":
-        new = RowParallelLinear(
-            old.in_features,
-            old.out_features,
-            axis,
-            bias=old.bias is not None,
-            sequence_dim=sequence_dim,
-            device="meta",
+    inputs, outputs = features_of(old)
+    if style.is_row:
+        split = _split_features(inputs, style, axis)
+        if is_conv1d(old):
+            return RowParallelConv1D(split, outputs, axis, sequence_dim=sequence_dim, device="meta")
+        return RowParallelLinear(
+            split, outputs, axis, bias=old.bias is not None, sequence_dim=sequence_dim, device="meta"
         )
-    else:
-        new = ColumnParallelLinear(
-            old.in_features,
-            old.out_features,
-            axis,
-            bias=old.bias is not None,
-            gather_output=style.kind == "column_gather",
-            sequence_dim=sequence_dim,
-            device="meta",
+    split, gather_output = _split_features(outputs, style, axis), style.kind == "column_gather"
+    if is_conv1d(old):
+        return ColumnParallelConv1D(
+            inputs, split, axis, gather_output=gather_output, sequence_dim=sequence_dim, device="meta"
         )
-    for name, parameter in list(old.named_parameters(recurse=False)):
-        record = sharding_of(new.get_parameter(name))
-        if id(parameter) not in done:
-            done.add(id(parameter))
-            _cut(parameter, record, new.get_parameter(name).shape)
-        new.register_parameter(name, parameter)
-    return new.train(old.training)
+    return ColumnParallelLinear(
+        inputs,
+        split,
+        axis,
+        bias=old.bias is not None,
+        gather_output=gather_output,
+        sequence_dim=sequence_dim,
+        device="meta",
+    )
 
 
-def _split_blocks(old: nn.Linear, blocks: int, axis: Axis, sequence_dim: int | None) -> nn.Module:
-    size = old.out_features // blocks
+def _split_features(features: int, style: Style, axis: Axis) -> FeatureSplit:
+    if style.kind in ("column_heads", "row_heads"):
+        return split_heads(features // style.unit, style.unit, axis)
+    return split_features(features, axis)
+
+
+def _split_blocks(old: nn.Module, blocks: int, axis: Axis, sequence_dim: int | None) -> nn.Module:
+    inputs, outputs = features_of(old)
+    size = outputs // blocks
     new = BlockColumnLinear(
-        old.in_features, [size] * blocks, axis, bias=old.bias is not None, sequence_dim=sequence_dim
+        inputs, [size] * blocks, axis, bias=old.bias is not None, sequence_dim=sequence_dim
     )
     own = split_features(size, axis).index
     for index, part in enumerate(new.fused()):
         for name, parameter in list(old.named_parameters(recurse=False)):
-            block = parameter.detach()[index * size : (index + 1) * size][own]
-            cut = nn.Parameter(block.clone(), requires_grad=parameter.requires_grad)
-            set_sharding(cut, sharding_of(part.get_parameter(name)))
+            rows = parameter.detach().t() if is_conv1d(old) else parameter.detach()
+            block = rows[index * size : (index + 1) * size][own]
+            cut = nn.Parameter(
+                block.clone(memory_format=torch.contiguous_format), requires_grad=parameter.requires_grad
+            )
+            before, record = sharding_of(parameter), sharding_of(part.get_parameter(name))
+            if before.name:
+                record = replace(record, name=f"{before.name.removesuffix(name)}{index}.{name}")
+            set_sharding(cut, replace(record, partial=(*before.partial, *record.partial), decay=before.decay))
             part.register_parameter(name, cut)
     new.place()
-    return new.train(old.training)
+    return new
 
 
 def _cut(parameter: nn.Parameter, record: Sharding, shape: torch.Size) -> None:
@@ -208,6 +262,22 @@ def _check_replaceable(path: str, module: nn.Module) -> None:
             raise ValueError(
                 f"parameter {path}.{name} is split already; give parallelize the whole module, once"
             )
+
+
+def _check_heads(path: str, module: nn.Module, style: Style, axis: Axis) -> None:
+    if style.kind not in ("column_heads", "row_heads"):
+        return
+    inputs, outputs = features_of(module)
+    heads = (outputs if style.is_column else inputs) // style.unit
+    try:
+        split = split_heads(heads, style.unit, axis)
+    except ValueError as error:
+        raise ValueError(f"module {path!r} ({style}): {error}") from error
+    if style.is_row and split.copies > 1:
+        raise ValueError(
+            f"module {path!r} ({style}) sums over {heads} heads, fewer than the {axis.size} ranks of axis "
+            f"{axis.name!r}: heads that ranks share would be summed several times; use at most {heads} ranks"
+        )
 
 
 def _check_sequence_styles(styles: Mapping[str, Style], sequence_dim: int | None) -> None:

@@ -1,0 +1,102 @@
+"""Named streams of torch's own random numbers, for code that draws from torch's default generators.
+
+The dropout of a module that somebody else wrote takes the next numbers of the default generator. Where every rank
+computes the same, all ranks have to draw the same; where each has its own heads, they have to draw apart. A second
+generator that is advanced on its own would do that until a layer is recomputed: recomputation puts the default
+generator back, and no other. So a stream has no state at all. It is forked off the default generator, by one number
+that is drawn there, and whoever keeps and restores the default generator (torch's checkpoint of activations, a
+checkpoint on disk) has kept every stream::
+
+    default    a b c | n |               d e f       the same on all ranks of the axis
+    split            n-> seed(n, rank) x y z         apart on each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .axis import Axis
+from .random import named_seed
+
+__all__ = ["RandomFork", "RandomStreams"]
+
+
+@dataclass(frozen=True)
+class RandomStreams:
+    """Streams by name, each with the axes whose ranks draw different numbers in it.
+
+    With ``RandomStreams({"replicated": (mesh.dp,), "split": (mesh.dp, mesh.tp)})``, ``seed(17, "replicated")``
+    starts the default generators, apart on data-parallel replicas and alike on tensor ranks; within
+    ``use("split")`` tensor ranks draw apart, too, and afterwards alike again.
+    """
+
+    apart: Mapping[str, Sequence[Axis]]
+    """Ranks that differ in their position on one of these axes draw different numbers; all others the same."""
+
+    def seed(self, seed: int, name: str) -> None:
+        """Seeds torch's default generators (CPU and current accelerator) with (seed, name, this rank's positions).
+
+        Raises:
+            ValueError: for a stream that does not exist.
+        """
+        self._seed_all(seed, name)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Within it, the default generators give the numbers of this stream; afterwards they continue as before.
+
+        They continue behind the one number that the fork took, whatever was drawn inside. Every rank that has to
+        agree with others afterwards enters it as often as they do.
+
+        Raises:
+            ValueError: for a stream that does not exist.
+        """
+        fork = self.fork(name)
+        try:
+            yield
+        finally:
+            fork.end()
+
+    def fork(self, name: str) -> RandomFork:
+        """:meth:`use` in two halves, for a region that does not begin and end in one function."""
+        self._check(name)
+        number = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+        fork = RandomFork([(generator, generator.get_state()) for generator in _generators()])
+        self._seed_all(number, name)
+        return fork
+
+    def _seed_all(self, seed: int, name: str) -> None:
+        self._check(name)
+        positions = [axis.rank for axis in self.apart[name]]
+        for generator in _generators():
+            generator.manual_seed(named_seed(seed, name, *positions))
+
+    def _check(self, name: str) -> None:
+        if name not in self.apart:
+            raise ValueError(f"random stream {name!r} does not exist; there are {', '.join(self.apart)}")
+
+
+@dataclass
+class RandomFork:
+    """The default generators' states from before a fork, to be put back."""
+
+    states: Sequence[tuple[torch.Generator, Tensor]]
+
+    def end(self) -> None:
+        """Puts them back; a second call does nothing."""
+        for generator, state in self.states:
+            generator.set_state(state)
+        self.states = ()
+
+
+def _generators() -> list[torch.Generator]:
+    """The default generators of the CPU and of the device in use."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
