@@ -106,7 +106,7 @@ class _CutArguments(Hook):
                 f"dimension {cut.dim} consists of blocks of {cut.size}"
             )
         own = split_range(cut.size, self.axis.size, self.axis.rank)
-        blocks: Tensor = value.unflatten(cut.dim, (-1, cut.size))  # type: ignore[no-untyped-call]
+        blocks: Tensor = value.unflatten(cut.dim, (-1, cut.size))
         return blocks.narrow(cut.dim + 1, own.start, len(own)).flatten(cut.dim, cut.dim + 1)
 
 
