@@ -11,6 +11,8 @@ attention               :class:`ParallelAttention`, with :class:`Rotary`, :class
 context                 :func:`cut_context`, :func:`gather_context`, :func:`context_positions`,
                         :func:`check_context`: who holds which tokens of a sequence
 documents               :func:`document_positions`, :func:`document_targets`: several texts in one row
+experts                 :class:`MixtureOfExperts`, with :class:`TopKRouter` and :class:`StackedLinear`; its losses:
+                        :func:`balance_loss`, :func:`router_z_loss`; :func:`within_capacity`
 parallelize             :func:`parallelize`: split the layers of a module that exists, by a plan of names
 plans, public_plans     :class:`Plan`, :func:`plan_for`: what a plan says; plans for models of transformers
 gather                  :func:`gather`: the module as it was, with the weights that it has now
@@ -21,7 +23,6 @@ layer                   :class:`ParallelLayer`: base of the layers, keeps shardi
 ======================  =====================================================================================
 
 Layers take the one axis whose ranks share their weights; ``sequence_dim`` turns sequence parallelism on.
-Context parallelism (ring attention) and expert parallelism will be further modules beside these.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ from .context import check_context, context_positions, cut_context, gather_conte
 from .cross_entropy import vocab_parallel_cross_entropy
 from .documents import document_positions, document_targets
 from .embedding import VocabParallelEmbedding
+from .experts import (
+    MixtureOfExperts,
+    Routed,
+    Routing,
+    StackedLinear,
+    TopKRouter,
+    balance_loss,
+    router_z_loss,
+    within_capacity,
+)
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedColumnLinear, FusedLayers, fused_linear
 from .gather import gather
@@ -53,16 +64,22 @@ __all__ = [
     "FeatureSplit",
     "FusedColumnLinear",
     "FusedLayers",
+    "MixtureOfExperts",
     "ParallelAttention",
     "ParallelLayer",
     "Plan",
     "Rotary",
+    "Routed",
+    "Routing",
     "RowParallelLinear",
+    "StackedLinear",
+    "TopKRouter",
     "VocabParallelEmbedding",
     "__version__",
     "alibi_bias",
     "alibi_slopes",
     "assert_replicas_equal",
+    "balance_loss",
     "check_context",
     "check_replicas",
     "column_linear",
@@ -76,9 +93,11 @@ __all__ = [
     "mark_partial",
     "parallelize",
     "plan_for",
+    "router_z_loss",
     "row_linear",
     "split_features",
     "split_heads",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_head_loss",
+    "within_capacity",
 ]

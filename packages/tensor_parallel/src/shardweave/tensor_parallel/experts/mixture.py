@@ -1,0 +1,143 @@
+"""The layer: router, dispatch and experts in place of a feed-forward network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardweave.comm import Axis, copy_to, reduce_from
+
+from ..replicas import mark_partial
+from .balance import balance_loss, router_z_loss, tokens_by_expert
+from .capacity import capacity_of, within_capacity
+from .dispatch import dispatched
+from .router import TopKRouter
+from .stacked import StackedLinear
+
+__all__ = ["MixtureOfExperts", "Routed"]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a call did besides its output."""
+
+    balance_loss: Tensor
+    """See :func:`.balance_loss`; to be multiplied by a coefficient and added to a loss that is a sum over sequences."""
+    z_loss: Tensor
+    """See :func:`.router_z_loss`; likewise of a sum over tokens."""
+    counts: Tensor
+    """[experts], int64: tokens of this rank that chose each expert, those without room included."""
+    dropped: Tensor
+    """0-d, int64: choices of this rank's tokens for which there was no room."""
+
+
+class MixtureOfExperts(nn.Module):
+    """A gated (or plain) feed-forward network for each of ``experts``, of which a token goes through ``k``.
+
+    ``x``: [s, b, hidden]: tokens of this rank of ``ep`` and of the data axis around it. They are the same on all ranks
+    of ``tp``, or, with ``sequence_parallel``, consecutive parts of the sequences. Every rank of ``ep`` and ``tp`` calls
+    it equally often. Output as the input, and :class:`Routed`.
+
+    ``ep``: spreads the experts (``mesh.ep``); ``reduced``: ranks with the same experts (``mesh.expert_data``).
+    ``tp``: splits each of them. ``capacity``: tokens of a sequence that an expert takes, as a multiple of an even
+    share; the choices beyond it add nothing to the output. None: all are taken ("dropless"). ``context``: axis whose
+    ranks hold parts of the sequences, for the balance loss; with ``capacity`` it is refused, as the order of tokens
+    over it is not that of the ranks. ``bias``: see :class:`TopKRouter`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        k: int,
+        *,
+        ep: Axis | None = None,
+        reduced: Axis | None = None,
+        tp: Axis | None = None,
+        context: Axis | None = None,
+        sequence_parallel: bool = False,
+        gated: bool = True,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        capacity: float | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._ep = ep or Axis.single("ep")
+        self._tp = tp or Axis.single("tp")
+        context = context if context is not None and context.size > 1 else None
+        if capacity is not None and not capacity > 0:
+            raise ValueError(
+                f"capacity={capacity}: a multiple of an even share, above 0, or None to take all tokens"
+            )
+        if capacity is not None and context is not None:
+            raise ValueError(
+                f"capacity={capacity} over {context!r}: its ranks hold a sequence in an order that is not theirs, so "
+                "whose tokens come first is not known; leave capacity out (all tokens are taken)"
+            )
+        self._apart = sequence_parallel and self._tp.size > 1
+        """Whether the ranks of tp have different tokens."""
+        self._cut = tuple(axis for axis in (context, self._tp if self._apart else None) if axis is not None)
+        self._capacity, self._activation = capacity, activation
+        self.router = TopKRouter(hidden, experts, k, bias=bias, device=device, dtype=dtype)
+        for axis in self._cut:
+            mark_partial(self.router, axis)
+
+        def stacked(inside: int, outside: int, split: str) -> StackedLinear:
+            return StackedLinear(
+                experts, inside, outside, split=split, ep=self._ep, tp=self._tp, reduced=reduced, device=device,
+                dtype=dtype,
+            )  # fmt: skip
+
+        self.gate = stacked(hidden, ffn, "column") if gated else None
+        self.up = stacked(hidden, ffn, "column")
+        self.down = stacked(ffn, hidden, "row")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
+        """See the class."""
+        s, b, hidden = x.shape
+        k, experts = self.router.k, self.router.experts
+        routing = self.router(x)
+        weights, chosen = routing.weights.to(x.dtype), routing.experts
+        inside = None
+        if self._capacity is not None:
+            length = s * (self._tp.size if self._apart else 1)
+            room = capacity_of(self._capacity, length, experts, k)
+            inside = within_capacity(chosen, room, experts, self._tp if self._apart else None)
+        way = dispatched(
+            chosen.flatten() if inside is None else chosen[inside],
+            experts,
+            self._ep,
+            self._tp if self._apart else None,
+        )
+        slots = x.reshape(s * b, 1, hidden).expand(-1, k, -1).reshape(-1, hidden)
+        kept = None if inside is None else inside.flatten().nonzero().flatten()
+        rows = way.send(slots if kept is None else slots.index_select(0, kept))
+        if not self._apart:
+            rows = copy_to(rows, self._tp)
+        out = self.up(rows, way.counts)
+        out = (
+            self._activation(out)
+            if self.gate is None
+            else self._activation(self.gate(rows, way.counts)) * out
+        )
+        out = self.down(out, way.counts)
+        if not self._apart:
+            out = reduce_from(out, self._tp)
+        out = way.back(out)
+        if kept is not None:
+            out = out.new_zeros(s * b * k, hidden).index_copy(0, kept, out)
+        y = (out.view(s, b, k, hidden) * weights[..., None]).sum(2)
+        taken = chosen.numel() if inside is None else inside.sum()
+        return y, Routed(
+            balance_loss(routing, self._cut),
+            router_z_loss(routing),
+            tokens_by_expert(routing).sum(0),
+            torch.as_tensor(chosen.numel() - taken, device=x.device),
+        )

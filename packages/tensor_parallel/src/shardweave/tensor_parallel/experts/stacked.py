@@ -1,0 +1,135 @@
+"""The same linear layer of several experts, as one parameter.
+
+One parameter for all experts of a rank: it always has a gradient, zeros for experts without tokens, so no optimizer has
+to ask whether one was used; and a checkpoint holds one tensor, ``[experts, out, in]``, for every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardweave.comm import Axis, Sharding, Split
+
+from ..features import split_features
+from ..layer import ParallelLayer
+from ..weights import ReadAgain, now_or_later
+
+__all__ = ["StackedLinear"]
+
+
+class StackedLinear(ParallelLayer):
+    """``experts`` linear layers without bias, spread over ``ep``; each is split over ``tp``.
+
+    This rank holds ``weight`` ``[experts / ep, out_r, in]`` (``split="column"``) or ``[experts / ep, out, in_r]``
+    (``"row"``: its output is this rank's summand of the sum over ``tp``). ``reduced``: the ranks that hold the same
+    (``mesh.expert_data``); None without an ``ep`` of several ranks.
+
+    ValueError: the ranks of ``ep`` cannot have equally many experts.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        split: str,
+        ep: Axis,
+        tp: Axis,
+        reduced: Axis | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if experts % ep.size:
+            raise ValueError(
+                f"{experts} experts cannot be spread evenly over the {ep.size} ranks of axis {ep.name!r}; choose a "
+                f"divisor of {experts}"
+            )
+        if ep.size > 1 and reduced is None:
+            raise ValueError(
+                "experts over several ranks need reduced=mesh.expert_data, who holds the same ones"
+            )
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.num_own = experts // ep.size
+        self.first = ep.rank * self.num_own
+        dim = {"column": 0, "row": 1}[split]
+        self._features = split_features((out_features, in_features)[dim], tp)
+        self._dim = dim
+        splits = []
+        if ep.size > 1:
+            splits.append(Split(ep, 0, self.first))
+        if tp.size > 1:
+            splits.append(Split(tp, 1 + dim, self._features.start))
+        shape = [out_features, in_features]
+        record = Sharding("", (experts, *shape), tuple(splits), reduced=reduced if ep.size > 1 else None)
+        shape[dim] = self._features.length
+        self._new_parameters({"weight": record}, {"weight": (self.num_own, *shape)}, device, dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws what ``nn.Linear`` would draw for each expert, one after the other, and keeps this rank's part."""
+        for number in range(self.experts):
+            drawn = nn.Linear(
+                self.in_features,
+                self.out_features,
+                bias=False,
+                device=self.weight.device,
+                dtype=self.weight.dtype,
+            ).weight
+            if self.first <= number < self.first + self.num_own:
+                index = self._features.index
+                self.weight[number - self.first].copy_(drawn[index] if self._dim == 0 else drawn[:, index])
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """``rows``: [n, in], sorted by expert, ``counts`` of each; returns [n, out]."""
+        return cast(Tensor, _SegmentProducts.apply(rows, self.weight, tuple(counts)))  # type: ignore[no-untyped-call]
+
+
+class _SegmentProducts(torch.autograd.Function):
+    """A product for each expert's rows; the weight's gradient may be put off, see ``weights.py``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.counts, ctx.weights, ctx.dtype = counts, ReadAgain((weight,)), rows.dtype
+        dtype = _autocast_dtype(rows)
+        own = rows.to(dtype)
+        ctx.save_for_backward(own if ctx.needs_input_grad[1] else None)
+        parts = zip(own.split(list(counts)), weight.to(dtype), strict=True)
+        return torch.cat([F.linear(part, one) for part, one in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,), (weight,) = ctx.saved_tensors, ctx.weights.read()
+        sizes = list(ctx.counts)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            parts = zip(dy.split(sizes), weight.to(dy.dtype), strict=True)
+            dx = torch.cat([part @ one for part, one in parts]).to(ctx.dtype)
+
+        def d_weights() -> list[Tensor | None]:
+            found = torch.empty_like(weight)
+            for number, (part, rows) in enumerate(zip(dy.split(sizes), kept.split(sizes), strict=True)):
+                found[number] = part.t() @ rows
+            return [found]
+
+        (now,) = now_or_later((weight,), (ctx.needs_input_grad[1],), d_weights)
+        return dx, now, None
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """In which autocast wants the products."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
