@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,11 +51,19 @@ def build(
     *,
     tensor: comm.Axis | None = None,
     sequence_parallel: bool = False,
+    context: comm.Axis | None = None,
+    context_form: Literal["ring", "all-to-all"] = "ring",
     part: Part | None = None,
 ) -> Transformer:
     """A float64 model whose every parameter is moved off its initial value, so that biases and norms count."""
     model = Transformer(
-        config, tensor=tensor, sequence_parallel=sequence_parallel, part=part, dtype=torch.float64
+        config,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        context=context,
+        context_form=context_form,
+        part=part,
+        dtype=torch.float64,
     )
     with torch.no_grad():
         for parameter in model.parameters():

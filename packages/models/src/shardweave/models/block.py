@@ -3,6 +3,8 @@ after."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ class Block(nn.Module):
 
     ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
     all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
-    states are this rank's share of the sequence.
+    states are this rank's share of the sequence; ``context``, ``context_form``: as in :class:`ParallelAttention`.
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class Block(nn.Module):
         *,
         rotary: Rotary | None = None,
         alibi: Alibi | None = None,
+        context: Axis | None = None,
+        context_form: Literal["ring", "all-to-all"] = "ring",
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -51,6 +55,8 @@ class Block(nn.Module):
             rotary=rotary,
             alibi=alibi if alibi is not None else False,
             dropout=config.attention_dropout,
+            context=context,
+            context_form=context_form,
             sequence_dim=sequence_dim,
             device=device,
             dtype=dtype,
@@ -58,8 +64,9 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config, partial_over=partial_over, device=device, dtype=dtype)
         self.mlp = MLP(config, axis, sequence_dim=sequence_dim, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, masks: Masks) -> Tensor:
-        """``[s, b, h]`` to the same shape."""
-        attended = self.attention(self.attention_norm(x), keys=masks.attention_keys(self.layer))
+    def forward(self, x: Tensor, masks: Masks, documents: Tensor | None = None) -> Tensor:
+        """``[s, b, h]`` to the same shape; ``documents``: ``[b, s]`` of the whole sequence."""
+        keys = masks.attention_keys(self.layer)
+        attended = self.attention(self.attention_norm(x), keys=keys, documents=documents)
         x = x + masks.drop(attended, self.layer, "attention_output")
         return x + masks.drop(self.mlp(self.mlp_norm(x)), self.layer, "mlp_output")

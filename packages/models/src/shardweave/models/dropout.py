@@ -8,6 +8,8 @@ process would.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,13 +51,15 @@ class Masks:
         return self._streams.keys(layer, "attention", self._positions)
 
 
-def streams_from_torch(batch: int, axis: Axis, device: torch.device) -> DropoutStreams:
+def streams_from_torch(batch: int, axes: Sequence[Axis], device: torch.device) -> DropoutStreams:
     """Streams for a plain training loop: the seed is drawn from torch's default generator.
 
-    So masks differ from call to call and ``torch.manual_seed`` repeats them. Ranks of the tensor ``axis``
-    need one mask between them and take the first rank's seed (one 8-byte broadcast).
+    So masks differ from call to call and ``torch.manual_seed`` repeats them. Ranks of the ``axes``, tensor and
+    context, need one mask between them and take the first rank's seed (one 8-byte broadcast on each).
     """
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64)
-    if axis.size > 1:
+    for axis in axes:
+        if axis.size == 1:
+            continue
         seed = broadcast(seed.to(device), axis).cpu()
     return DropoutStreams(int(seed), 0, torch.arange(batch, device=device))

@@ -14,7 +14,7 @@ __all__ = ["PositionEmbedding"]
 class PositionEmbedding(ParallelLayer):
     """A table ``[sequence, hidden]`` with one row for each position.
 
-    Every tensor rank holds all of it. With the sequence split over ``partial_over`` a rank adds the rows of
+    Every rank holds all of it. With the sequence split over ``partial_over`` a rank adds the rows of
     its own positions only, so its gradient is zero elsewhere and partial over that axis.
     """
 
@@ -33,6 +33,12 @@ class PositionEmbedding(ParallelLayer):
         if partial_over is not None:
             mark_partial(self, partial_over)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """``x`` ``[s, b, hidden]`` of the positions ``start`` to ``start + s - 1``, with their rows added."""
+    def forward(self, x: Tensor, start: int = 0, *, positions: Tensor | None = None) -> Tensor:
+        """``x`` ``[s, b, hidden]`` of the positions ``start`` to ``start + s - 1``, with their rows added.
+
+        ``positions``: ``[s]`` or ``[s, b]`` int64, of tokens that do not follow one another, in place of ``start``.
+        """
+        if positions is not None:
+            rows = self.weight[positions]
+            return x + (rows.unsqueeze(1) if positions.dim() == 1 else rows)
         return x + self.weight[start : start + x.shape[0]].unsqueeze(1)

@@ -57,7 +57,7 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 
 def _check(model: Transformer, tokens: Tensor, new: int, temperature: float, top_k: int | None) -> None:
-    if not (model.part.embedding and model.part.head) or model.axis.size > 1:
+    if not (model.part.embedding and model.part.head) or model.axis.size > 1 or model.context.size > 1:
         raise ValueError("generate: the model is split; build it whole in one process to sample from it")
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"tokens: [b, s] with at least one token to continue, not {tuple(tokens.shape)}")

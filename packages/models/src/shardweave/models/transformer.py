@@ -6,6 +6,7 @@ copy::
     tokens [b, s]
       embedding (+ position) (+ embedding_norm)     the part with the embedding
     hidden [s, b, h]   or [s/tp, b, h] with sequence parallelism: also what goes from part to part
+                       s is then s/cp of a sequence that is cut over a context axis
       layers.first ... layers.last-1
       norm, head                                    the part with the head
     logits [s, b, vocab/tp]
@@ -16,6 +17,7 @@ The module tree spells the canonical parameter names, with global layer numbers,
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +34,13 @@ from shardweave.tensor_parallel import (
     ColumnParallelLinear,
     Rotary,
     VocabParallelEmbedding,
+    check_context,
+    check_documents,
     column_linear,
+    cut_context,
+    document_positions,
+    gather_context,
+    mark_partial,
     vocab_parallel_cross_entropy,
 )
 
@@ -55,6 +63,10 @@ class Transformer(nn.Module):
         tensor: the axis that splits heads, MLP features and vocabulary; ``None``: nothing is split.
         sequence_parallel: whether hidden states between the split layers are split by sequence over
             ``tensor`` (arXiv 2205.05198, section 4.2.2). Has no effect on an axis of one rank.
+        context: the axis that each sequence is cut over; ``None``: sequences are whole. Tokens and targets are given
+            whole to every rank of it, which takes its own (:func:`~shardweave.tensor_parallel.cut_context`). All
+            parameters' gradients are recorded as partial over it.
+        context_form: how attention spans it, as in :class:`~shardweave.tensor_parallel.ParallelAttention`.
         part: what to hold of the model; ``None``: all of it.
         seed: of the initial values, see :meth:`initialize`.
         device: where; ``None``: torch's default device. On ``"meta"`` nothing is allocated nor initialised:
@@ -73,6 +85,8 @@ class Transformer(nn.Module):
         *,
         tensor: Axis | None = None,
         sequence_parallel: bool = False,
+        context: Axis | None = None,
+        context_form: Literal["ring", "all-to-all"] = "ring",
         part: Part | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -83,15 +97,17 @@ class Transformer(nn.Module):
         self.part = part if part is not None else Part.whole(config)
         self.axis = tensor if tensor is not None else Axis.single()
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        self.context = context if context is not None else Axis.single("cp")
         _check_part(config, self.part)
-        self._build(dtype)
+        self._build(dtype, context_form)
+        mark_partial(self, self.context)
         name_parameters(self)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
             self.to_empty(device=target)
             self.initialize(seed)
 
-    def _build(self, dtype: torch.dtype | None) -> None:
+    def _build(self, dtype: torch.dtype | None, context_form: Literal["ring", "all-to-all"]) -> None:
         """Registers this part's modules on the meta device: their own initial draws would be thrown away."""
         config, part, axis = self.config, self.part, self.axis
         sequence_dim = 0 if self.sequence_parallel else None
@@ -117,6 +133,8 @@ class Transformer(nn.Module):
                 axis,
                 rotary=rotary,
                 alibi=alibi,
+                context=self.context,
+                context_form=context_form,
                 sequence_dim=sequence_dim,
                 device=meta,
                 dtype=dtype,
@@ -152,49 +170,62 @@ class Transformer(nn.Module):
             return []
         return [("embedding.weight", self.embedding.weight)]
 
-    def forward(self, x: Tensor, *, streams: DropoutStreams | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, streams: DropoutStreams | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Hidden states or, of a part with the head, logits.
 
         ``x``: tokens ``[b, s]`` int64 when the part holds the embedding, else the previous part's hidden
         states ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism); hidden states come out in the same
-        shape. Logits are ``[s, b, vocab_r]``: this rank's part of the vocabulary, of the whole sequence.
+        shape. Logits are ``[s, b, vocab_r]``: this rank's part of the vocabulary, of the whole sequence. With a
+        context axis hidden states and logits are of this rank's ``s / cp`` tokens; tokens are whole.
 
         ``streams``: the keys of the dropout masks, for masks that are the same in every layout. Without them,
         in training, a seed is drawn from torch's default generator (and shared over the tensor axis); then
         ranks that hold different samples have to be seeded differently. In evaluation nothing is dropped, nor
         drawn.
+
+        ``documents``: ``[b, s]`` integers, on every part and rank of the whole rows, where rows hold several documents:
+        tokens see those of their own number only, and learned positions start again with each. Labels are the
+        caller's: see :func:`~shardweave.tensor_parallel.document_targets`.
         """
         sequence, batch = self._measure(x)
-        masks, start = self._masks(streams, sequence, batch, x.device)
+        if documents is not None:
+            check_documents(documents, (batch, sequence))
+        local = self._local_positions(sequence, x.device)
+        masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
-            x = self._embed(x, start, masks)
+            x = self._embed(x, local, masks, documents)
         for block in self.layers.values():
-            x = block(x, masks)
+            x = block(x, masks, documents)
         return self._logits(self.norm(x)) if self.part.head else x
 
     def loss(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
         """The SUM of the cross entropies of all valid tokens, 0-d, in float32 or wider, equal on all tensor
-        ranks.
+        ranks; with a context axis of this rank's own tokens.
 
         ``logits`` ``[s, b, vocab_r]`` from :meth:`forward`; ``targets`` ``[b, s]`` int64, ``ignore_index``
         where there is none. Divide by the number of valid tokens of the whole global batch: a mean taken here
         would weigh short micro-batches too much. Without any valid token the loss is 0, and so are the
         gradients.
         """
-        if targets.dim() != 2 or logits.shape[:2] != targets.t().shape:
+        ranks = self.context.size
+        if targets.dim() != 2 or (logits.shape[0] * ranks, logits.shape[1]) != targets.t().shape:
             raise ValueError(
                 f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}: "
-                "targets are [b, s] where logits are [s, b, vocab]"
+                f"targets are [b, s] where logits are [s{f' / {ranks}' if ranks > 1 else ''}, b, vocab]"
             )
+        targets = cut_context(targets, self.context, 1)
         each = vocab_parallel_cross_entropy(
             logits, targets.t(), self.axis, vocab_size=self.config.vocab, ignore_index=ignore_index
         )
         return each.sum()
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """All logits ``[s, b, vocab]`` on every rank of the tensor axis, from each rank's ``[s, b,
+        """All logits ``[s, b, vocab]`` on every rank of the tensor and context axes, from each rank's ``[s, b,
         vocab_r]``."""
-        return gather_from(logits, self.axis, -1, split_sizes(self.config.vocab, self.axis.size))
+        words = gather_from(logits, self.axis, -1, split_sizes(self.config.vocab, self.axis.size))
+        return gather_context(words, self.context, 0)
 
     def _measure(self, x: Tensor) -> tuple[int, int]:
         """Length of the whole sequence and batch size of ``x``, checked."""
@@ -203,6 +234,8 @@ class Transformer(nn.Module):
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"tokens are [b, s] integers, not {tuple(x.shape)} of {x.dtype}")
             batch, sequence = x.shape
+            if self.context.size > 1:
+                check_context(sequence, self.context, tensor=ranks)
             if sequence % ranks:
                 raise ValueError(
                     f"a sequence of {sequence} tokens does not divide over {ranks} ranks, which sequence "
@@ -211,7 +244,7 @@ class Transformer(nn.Module):
         else:
             if x.dim() != 3 or x.shape[-1] != self.config.hidden:
                 raise ValueError(f"hidden states are [s, b, {self.config.hidden}], not {tuple(x.shape)}")
-            sequence, batch = x.shape[0] * ranks, x.shape[1]
+            sequence, batch = x.shape[0] * ranks * self.context.size, x.shape[1]
         if self.config.position == "learned" and sequence > self.config.sequence:
             raise ValueError(
                 f"{sequence} tokens, but there are learned positions for {self.config.sequence}; "
@@ -219,16 +252,20 @@ class Transformer(nn.Module):
             )
         return sequence, batch
 
-    def _masks(
-        self, streams: DropoutStreams | None, sequence: int, batch: int, device: torch.device
-    ) -> tuple[Masks, int]:
-        """The dropout masks of this pass, and the position of the first hidden state this rank holds."""
-        positions = torch.arange(sequence, device=device)
-        share = sequence // self.axis.size if self.sequence_parallel else sequence
-        start = self.axis.rank * share if self.sequence_parallel else 0
+    def _local_positions(self, sequence: int, device: torch.device) -> Tensor:
+        """The positions in the row of the hidden states that this rank holds between the layers, ``[s_r]``."""
+        own = cut_context(torch.arange(sequence, device=device), self.context, 0)
+        if not self.sequence_parallel:
+            return own
+        share = len(own) // self.axis.size
+        return own.narrow(0, self.axis.rank * share, share)
+
+    def _masks(self, streams: DropoutStreams | None, sequence: int, batch: int, local: Tensor) -> Masks:
+        """The dropout masks of this pass."""
+        device = local.device
         drops = self.training and (self.config.dropout > 0 or self.config.attention_dropout > 0)
         if streams is None:
-            streams = streams_from_torch(batch, self.axis, device) if drops else None
+            streams = streams_from_torch(batch, (self.axis, self.context), device) if drops else None
         elif streams.samples.shape != (batch,):
             raise ValueError(
                 f"streams: samples of shape {tuple(streams.samples.shape)} for a micro-batch of {batch}; give the "
@@ -236,19 +273,23 @@ class Transformer(nn.Module):
             )
         else:
             streams = replace(streams, samples=streams.samples.to(device))
-        masks = Masks(
+        return Masks(
             streams if drops else None,
             hidden=self.config.dropout,
             attention=self.config.attention_dropout,
-            positions=positions,
-            local=positions[start : start + share],
+            positions=torch.arange(sequence, device=device),
+            local=local,
         )
-        return masks, start
 
-    def _embed(self, tokens: Tensor, start: int, masks: Masks) -> Tensor:
-        x: Tensor = self.embedding(tokens.t())  # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
-        if self.config.position == "learned":
-            x = self.position(x, start)
+    def _embed(self, tokens: Tensor, local: Tensor, masks: Masks, documents: Tensor | None) -> Tensor:
+        own = cut_context(tokens, self.context, 1)
+        x: Tensor = self.embedding(own.t())  # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
+        if self.config.position == "learned" and documents is not None:
+            x = self.position(x, positions=document_positions(documents).t()[local])
+        elif self.config.position == "learned" and self.context.size > 1:
+            x = self.position(x, positions=local)
+        elif self.config.position == "learned":
+            x = self.position(x, self.axis.rank * len(local) if self.sequence_parallel else 0)
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
         return masks.drop(x, 0, "embedding")

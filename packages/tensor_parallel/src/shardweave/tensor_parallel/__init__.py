@@ -32,7 +32,7 @@ from .alibi import Alibi, alibi_bias, alibi_slopes
 from .attention import ParallelAttention
 from .context import check_context, context_positions, cut_context, gather_context
 from .cross_entropy import vocab_parallel_cross_entropy
-from .documents import document_positions, document_targets
+from .documents import check_documents, document_positions, document_targets
 from .embedding import VocabParallelEmbedding
 from .experts import (
     MixtureOfExperts,
@@ -81,6 +81,7 @@ __all__ = [
     "assert_replicas_equal",
     "balance_loss",
     "check_context",
+    "check_documents",
     "check_replicas",
     "column_linear",
     "context_positions",

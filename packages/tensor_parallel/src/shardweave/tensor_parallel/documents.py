@@ -49,7 +49,7 @@ def document_targets(targets: Tensor, documents: Tensor, ignore_index: int = -10
 
 
 def check_documents(documents: Tensor, shape: tuple[int, int] | None = None) -> None:
-    """Refuses numbers of documents that are no integers ``[b, s]``, or not of ``shape``."""
+    """Refuses numbers of documents that are no integers ``[b, s]``, or not of ``shape``, with a ValueError."""
     if documents.dim() != 2 or documents.is_floating_point() or documents.dtype == torch.bool:
         raise ValueError(
             f"documents are integers [b, s], one for each token, not {tuple(documents.shape)} of {documents.dtype}"
