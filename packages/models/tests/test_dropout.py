@@ -160,13 +160,18 @@ def test_b036_evaluation_neither_drops_nor_disturbs(given: bool) -> None:
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
 
 
-def test_b027_a_recomputed_block_drops_the_same_without_any_state() -> None:
-    """Recomputation through torch's checkpoint, told not to preserve generators."""
+@pytest.mark.parametrize("kind", ["tp", "cp"])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2)])
+def test_b027_a_recomputed_block_drops_the_same_without_any_state(ranks: int, kind: str) -> None:
+    """Recomputation through torch's checkpoint, told not to preserve generators; whose states stay as they are."""
     tokens, targets = batch_of(CONFIG)
-    plain, again = build(CONFIG), build(CONFIG)
+    mesh = Mesh(**{kind: ranks})
+    plain, again = (build(CONFIG, tensor=mesh.tp, context=mesh.cp) for _ in range(2))
     _recompute(again)
+    before = torch.get_rng_state()
     for model in (plain, again):
         model.loss(model(tokens, streams=_streams()), targets).backward()
+    assert torch.equal(torch.get_rng_state(), before)
     for (name, left), right in zip(plain.named_parameters(), again.parameters(), strict=True):
         assert left.grad is not None
         assert right.grad is not None
@@ -183,6 +188,6 @@ class _Recomputed(torch.nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor, masks: Masks) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, masks, use_reentrant=False, preserve_rng_state=False)
+    def forward(self, x: Tensor, masks: Masks, documents: Tensor | None = None) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, masks, documents, use_reentrant=False, preserve_rng_state=False)
         return y
