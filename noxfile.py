@@ -164,7 +164,8 @@ def run_pytest(session: nox.Session, *arguments: str) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Tests one package beside only the layers below it; `integration` tests all of them together."""
     if package == "integration":
-        install(session, PACKAGES, "import-linter")
+        examples = [requirement for package in PACKAGES for requirement in test_requirements(package)]
+        install(session, PACKAGES, "import-linter", *dict.fromkeys(examples))
         run_pytest(session, "integration_tests")
     else:
         install(session, closure(package), *test_requirements(package))

@@ -11,7 +11,7 @@ from packages.models.tests.reference import FAMILIES, batch_of, build
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardweave.comm import Axis, DropoutStreams, Mesh, broadcast
+from shardweave.comm import Axis, DropoutStreams, Mesh, all_reduce, broadcast
 from shardweave.models import Transformer, parts_from_ranges
 from shardweave.models.block import Block
 from shardweave.models.dropout import Masks
@@ -176,6 +176,69 @@ def test_b027_a_recomputed_block_drops_the_same_without_any_state(ranks: int, ki
         assert left.grad is not None
         assert right.grad is not None
         assert torch.equal(left.grad, right.grad), name
+
+
+@pytest.mark.ranks(2)
+def test_b027_on_two_tensor_ranks() -> None:
+    """Gradients bit-equal with and without recomputation, and torch's generator in the same state afterwards."""
+    axis = Mesh(tp=2).tp
+    tokens, targets = batch_of(CONFIG)
+    for sequence_parallel in (False, True):
+        for given in (True, False):
+            grads, states = [], []
+            for recompute in (False, True):
+                model = build(CONFIG, tensor=axis, sequence_parallel=sequence_parallel)
+                if recompute:
+                    _recompute(model)
+                torch.manual_seed(5 + axis.rank)
+                model.loss(model(tokens, streams=_streams() if given else None), targets).backward()
+                states.append(torch.get_rng_state())
+                grads.append([p.grad for p in model.parameters() if p.grad is not None])
+            assert torch.equal(states[0], states[1])
+            assert len(grads[0]) == len(list(model.parameters()))
+            assert all(torch.equal(left, right) for left, right in zip(*grads, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_b036_on_two_ranks() -> None:
+    """Both ranks of a split model evaluate it; of two replicas, the first alone does."""
+    split, replicas = Mesh(tp=2), Mesh(dp=2)
+    for mesh in (split, replicas):
+        for given in (True, False):
+            undisturbed, _ = _train(mesh, given, evaluate=False)
+            everywhere, losses = _train(mesh, given, evaluate=mesh is split or mesh.dp.is_first)
+            assert len(set(losses)) == (1 if losses else 0)
+            assert all(torch.equal(left, right) for left, right in zip(undisturbed, everywhere, strict=True))
+            if mesh is replicas:
+                assert all(torch.equal(broadcast(value.clone(), mesh.dp), value) for value in everywhere)
+
+
+def _train(mesh: Mesh, given: bool, *, evaluate: bool) -> tuple[list[Tensor], list[float]]:
+    """Two steps, two evaluations or none, two steps: the parameters, and what evaluation found."""
+    tokens, targets = batch_of(CONFIG)
+    model = build(CONFIG, tensor=mesh.tp)
+    torch.manual_seed(5 + mesh.world.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        if evaluate and step == 2:
+            state = torch.get_rng_state()
+            for _ in range(2):
+                model.eval()
+                with torch.no_grad():
+                    losses.append(model.loss(model(tokens), targets).item())
+                model.train()
+            assert torch.equal(torch.get_rng_state(), state)
+        samples = SAMPLES + 10 * mesh.dp.rank
+        streams = _streams(step=step, samples=samples) if given else None
+        (model.loss(model(tokens, streams=streams), targets) / 20).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            all_reduce(parameter.grad, mesh.dp)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(module.training for module in model.modules())
+    return [parameter.detach() for parameter in model.parameters()], losses
 
 
 def _recompute(model: Transformer) -> None:

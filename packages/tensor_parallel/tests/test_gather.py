@@ -190,6 +190,25 @@ def test_back_from_sequence_parallelism_and_of_a_single_layer() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_results_of_earlier_passes_may_still_be_held() -> None:
+    axis = Mesh(tp=2).tp
+    original, split = model(), model()
+    calls: list[str] = []
+    split.fc1.weight.register_post_accumulate_grad_hook(lambda _: calls.append("fc1"))
+    held = [split(torch.arange(4).view(1, 4))]
+    parallelize(split, plan(axis), axis)
+    held.append(step(original))
+    assert_near(step(split), held[1])
+    split.zero_grad()
+    held.append(split(torch.arange(4).view(1, 4)))
+    gather(split, axis)
+    step(split)
+    for (name, left), right in zip(split.named_parameters(), original.parameters(), strict=True):
+        assert_near(left.grad, right.grad, name)
+    assert calls == ["fc1", "fc1"]
+
+
+@pytest.mark.ranks(2)
 def test_what_would_be_lost_is_refused() -> None:
     mesh = Mesh(tp=2)
     axis = mesh.tp

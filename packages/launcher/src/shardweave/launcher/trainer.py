@@ -134,7 +134,8 @@ class Trainer:
     def evaluate(self) -> float | None:
         """Mean loss per token over the validation samples (a bounded number, always the same); None without any.
 
-        Training is not affected: no gradient, no dropout, no random number.
+        Training is not affected: no gradient, no dropout, no random number. Every rank calls it, as :meth:`step`:
+        each evaluates its part of the samples and of the model.
         """
         parts = self.parts
         if self.dataset is None or self.dataset.num_validation == 0:

@@ -18,6 +18,7 @@ from shardweave.comm import Axis, all_gather, gather_values, set_sharding, shard
 from .linear import ColumnParallelLinear
 from .origins import LayerOrigin, keep_origin, layer_origin, tree_origin
 from .parallelize import BlockColumnLinear
+from .resizing import replace_values
 from .surroundings import Hook
 
 __all__ = ["gather"]
@@ -74,7 +75,7 @@ def _put_back(layer: nn.Module, origin: LayerOrigin, axis: Axis, whole: set[int]
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if id(parameter) not in whole:
                 whole.add(id(parameter))
-                parameter.data = _whole(parameter, axis)
+                replace_values(parameter, _whole(parameter, axis))
                 _forget(parameter, axis)
             old.register_parameter(name, parameter)
     return old.train(layer.training)

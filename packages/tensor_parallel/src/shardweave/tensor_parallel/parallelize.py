@@ -26,6 +26,7 @@ from .plans import Plan, Style, resolve
 from .products import column_linear
 from .public_plans import plan_for
 from .replicas import mark_partial
+from .resizing import replace_values
 from .surroundings import resolve_surroundings
 
 __all__ = ["BlockColumnLinear", "parallelize"]
@@ -238,7 +239,7 @@ def _cut(parameter: nn.Parameter, record: Sharding, shape: torch.Size) -> None:
     for split in record.splits:
         starts[split.dim] = split.offset
     index = tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
-    parameter.data = parameter.detach()[index].clone()
+    replace_values(parameter, parameter.detach()[index].clone())
     before = sharding_of(parameter)
     set_sharding(
         parameter,
