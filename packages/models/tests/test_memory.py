@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -114,6 +115,19 @@ def test_activations_of_split_models_are_what_autograd_keeps(ranks: int, sequenc
         )
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", ["ring", "all-to-all"])
+def test_activations_over_a_context_axis_are_what_autograd_keeps(
+    form: Literal["ring", "all-to-all"],
+) -> None:
+    mesh = Mesh(cp=2, tp=2)
+    for family in FAMILIES:
+        config = replace(_larger(family), dropout=0.1, attention_dropout=0.1)
+        _expect_activations(
+            config, torch.float32, 2, mesh.tp, sequence_parallel=True, context=mesh.cp, form=form
+        )
+
+
 def test_micro_batches_in_flight_multiply_what_is_kept() -> None:
     config = _larger("gpt2")
     one, three = (memory(config, in_flight=count).activations for count in (1, 3))
@@ -137,15 +151,31 @@ def _expect_activations(
     *,
     part: Part | None = None,
     sequence_parallel: bool = False,
+    context: Axis | None = None,
+    form: Literal["ring", "all-to-all"] = "ring",
 ) -> None:
     """Within one percent: rotary tables are not counted, and some statistics are kept narrow by their kernels."""
-    model = Transformer(config, tensor=axis, part=part, sequence_parallel=sequence_parallel, dtype=dtype)
+    model = Transformer(
+        config,
+        tensor=axis,
+        part=part,
+        sequence_parallel=sequence_parallel,
+        context=context,
+        context_form=form,
+        dtype=dtype,
+    )
     tensor = axis.size if axis is not None else 1
-    layout = RankLayout(part=part, tensor=tensor, sequence_parallel=sequence_parallel)
+    layout = RankLayout(
+        part=part,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        context=model.context.size,
+        context_form=form,
+    )
     use = memory(config, layout=layout, dtype=dtype, micro_batch=batch)
     logits = 0
     if model.part.head:
-        logits = batch * 32 * -(-config.vocab // tensor) * dtype.itemsize
+        logits = batch * 32 // model.context.size * -(-config.vocab // tensor) * dtype.itemsize
     assert _kept(model, batch) == pytest.approx(use.activations - logits, rel=0.01)
 
 

@@ -35,6 +35,9 @@ def test_a_part_of_the_sequence_is_turned_by_its_global_positions() -> None:
     x = values(3, 8, 6)
     assert_near(rotary(x[:, 4:], torch.arange(4, 8)), rotary(x)[:, 4:])
     assert torch.equal(rotary(x[:, :4]), rotary(x)[:, :4])  # another length does not disturb the cache
+    ranges = (range(1, 3), range(6, 8))
+    assert torch.equal(rotary(x[:, :4], ranges), rotary(x[:, :4], torch.tensor([1, 2, 6, 7])))
+    assert not torch.equal(rotary(x[:, :4], ranges), rotary(x[:, :4]))
 
 
 def test_a_fraction_of_the_features() -> None:

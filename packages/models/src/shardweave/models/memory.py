@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -43,8 +44,14 @@ class RankLayout:
     sequence_parallel: bool = False
     """Whether hidden states are split over the tensor axis between the layers."""
 
+    context: int = 1
+    """Size of the context axis, over which sequences are cut."""
+
+    context_form: Literal["ring", "all-to-all"] = "ring"
+    """How attention spans it."""
+
     data: int = 1
-    """Size of the data axis."""
+    """Ranks that states are sharded over: the data axis, times the context axis."""
 
     zero_stage: int = 0
     """0: everything whole; 1: optimizer state sharded over ``data``; 2: gradients, too; 3: and parameters."""
@@ -122,7 +129,9 @@ class _Kept:
         self.config, self.batch, self.length, self.element, self.wide = config, batch, length, element, wide
         self.part = where.part if where.part is not None else Part.whole(config)
         self.split = where.tensor > 1
-        self.tokens = batch * length
+        self.context = where.context
+        self.exchanged = where.context > 1 and where.context_form == "all-to-all"
+        self.tokens = batch * length // where.context
         self.local_tokens = self.tokens // where.tensor if where.sequence_parallel else self.tokens
         local = {
             entry.name.removeprefix(f"layers.{self.part.first}."): local_shape(
@@ -149,8 +158,8 @@ class _Kept:
         return total
 
     def constants(self) -> int:
-        """ALiBi's mask, which all blocks and micro-batches share."""
-        if self.config.position != "alibi" or not self.part.layers:
+        """ALiBi's mask, which all blocks and micro-batches share; over a context axis it is made anew for each."""
+        if self.config.position != "alibi" or not self.part.layers or self.context > 1:
             return 0
         return self.heads * self.length**2 * self.element
 
@@ -186,6 +195,8 @@ class _Kept:
         """Queries, keys, values, what the core makes of them, and the heads' outputs side by side."""
         turned = self.config.position == "rotary"
         fused = self.query + 2 * self.kv
+        if self.context > 1:
+            return self.tokens * (self._over_context(turned) * self.element + self.heads * self.wide)
         if self.config.attention_dropout:
             # Written out: keys and values are repeated for each query head, and products copy what is strided.
             scores = self.tokens * self.heads * self.length * (self.wide + _FLAG + self.element)
@@ -197,6 +208,20 @@ class _Kept:
         # tensors, in whose order the output then comes, so that it is copied once more.
         elements = fused + self.query + (2 * self.query + self.kv if turned else 0)
         return self.tokens * (elements * self.element + self.heads * self.wide)
+
+    def _over_context(self, turned: bool) -> int:
+        """Elements of a token that attention over a context axis keeps, in either form; scores are computed again.
+
+        The exchange makes new tensors of everything, with as many key/value heads as all ranks' queries read.
+        """
+        if self.exchanged:
+            heads = self.kv // self.config.head_size
+            return 3 * self.query + 2 * self.kv * math.lcm(heads, self.context) // heads
+        fused = self.query + 2 * self.kv
+        copied = (
+            self.query if self.config.attention_dropout else 0
+        )  # written out, its output is in another order
+        return fused + self.query + (2 * self.query + self.kv if turned else copied)
 
     def mlp(self) -> int:
         """What goes into the activation (gate and up, if there are two) and what comes out of it."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shardweave.comm import Axis, combine_keys, keyed_dropout
 
 from .alibi import Alibi, later_keys
-from .context import check_context, cut_context
+from .context import check_context, context_ranges, cut_context
 from .core import Scoring
 from .documents import check_documents
 from .features import FeatureSplit, split_heads
@@ -199,7 +199,7 @@ class ParallelAttention(FusedLayers):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            own = self._own_positions(length, positions, x.device)
+            own = self._own_positions(length, positions)
             query, key = self.rotary(query, own), self.rotary(key, own)
         if self.context.size > 1 or documents is not None:
             scoring = Scoring(
@@ -251,12 +251,11 @@ class ParallelAttention(FusedLayers):
         if documents is not None:
             check_documents(documents, (batch, length))
 
-    def _own_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
-        """The positions of the tokens in this rank's part of the context; ``None``: all, in order."""
-        if self.context.size == 1:
-            return positions
-        whole = torch.arange(length, device=device) if positions is None else positions.to(device)
-        return cut_context(whole, self.context, 0)
+    def _own_positions(self, length: int, positions: Tensor | None) -> Tensor | tuple[range, ...]:
+        """The positions of the tokens in this rank's part of the context."""
+        if positions is not None:
+            return cut_context(positions, self.context, 0)
+        return context_ranges(length, self.context.size, self.context.rank)
 
     def _slopes(self, heads: int) -> tuple[float, ...] | None:
         if self.alibi is None:

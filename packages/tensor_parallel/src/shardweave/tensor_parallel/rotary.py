@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .context import positions_of
+
 __all__ = ["Rotary"]
 
 
@@ -35,24 +37,30 @@ class Rotary(nn.Module):
                 f"even and between 2 and {head_dim}"
             )
         self.head_dim, self.base = head_dim, base
-        self._cache: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._cache: dict[tuple[object, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotates ``x`` ``[..., s, head_dim]``; ``positions`` ``[s]`` are ``0 .. s - 1`` when not given."""
-        cosine, sine = self._cached(x) if positions is None else self._angles(positions, x)
+    def forward(self, x: Tensor, positions: Tensor | tuple[range, ...] | None = None) -> Tensor:
+        """Rotates ``x`` ``[..., s, head_dim]``; ``positions`` ``[s]`` are ``0 .. s - 1`` when not given.
+
+        Given as ranges, their angles are kept for the next layer, as those of ``0 .. s - 1`` are.
+        """
+        if isinstance(positions, Tensor):
+            cosine, sine = self._angles(positions, x)
+        else:
+            cosine, sine = self._cached(x, (range(x.shape[-2]),) if positions is None else positions)
         turned, rest = x[..., : self.features], x[..., self.features :]
         first, second = turned.chunk(2, dim=-1)
         result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
         return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
 
-    def _cached(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        key = (x.shape[-2], x.device, x.dtype)
+    def _cached(self, x: Tensor, ranges: tuple[range, ...]) -> tuple[Tensor, Tensor]:
+        key = (ranges, x.device, x.dtype)
         if key not in self._cache:
             self._cache.clear()  # a run has one length; evaluation with another one must not collect them all
             with torch.inference_mode(
                 False
             ):  # what evaluation leaves here, a training step saves for backward
-                self._cache[key] = self._angles(torch.arange(x.shape[-2], device=x.device), x)
+                self._cache[key] = self._angles(positions_of(ranges, x.device), x)
         return self._cache[key]
 
     def _angles(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
