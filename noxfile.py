@@ -34,6 +34,7 @@ nox.options.sessions = ["lint", "typecheck", "tests", "docs"]
 ROOT = Path(__file__).parent
 BASE = ROOT / ".nox" / "base"
 CONSTRAINTS = ROOT / "constraints.txt"
+BENCHMARKS = ["collectives", "comm", "tensor_parallel", "zero"]
 QUICKSTART = ROOT / "packages/launcher/src/shardweave/launcher/quickstart.yaml"
 
 # Shared by all environments. numpy, because torch warns without it; hatchling and editables, because the
@@ -229,11 +230,12 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("part", ["collectives", "comm", "zero"], ids=["collectives", "comm", "zero"])
+@nox.parametrize("part", BENCHMARKS, ids=BENCHMARKS)
 def bench(session: nox.Session, part: str) -> None:
     """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
     # `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options;
-    # DeepSpeed takes part in bench(zero) where the session's environment has it.
+    # DeepSpeed takes part in bench(zero) and megatron-core in bench(tensor_parallel), where the session's
+    # environment has them.
     install(session, PACKAGES)
     if part == "collectives":
         session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from packages.comm.benchmarks._tables import Table, Value, arguments, report, verdict
+from packages.comm.benchmarks._turns import Found, Turns, combined, in_turns
 from packages.zero.benchmarks._gpt import GPT, SMALL, batch
-from packages.zero.benchmarks._turns import Found, Turns, combined, in_turns
 from packages.zero.benchmarks._ways import STAGES, Step, Task, not_built, plain, zero
 
 from shardweave.comm import Axis, Mesh

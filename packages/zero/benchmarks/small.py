@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from packages.comm.benchmarks._tables import Table, Value, arguments, report
-from packages.zero.benchmarks._turns import Found, Turns, combined, in_turns, network
+from packages.comm.benchmarks._turns import Found, Turns, combined, in_turns, network
 from packages.zero.benchmarks._ways import DDP, STAGES, Task, Way, not_built, peers, zero
 from torch import Tensor, nn
 from torch.distributed import get_world_size

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from packages.comm.benchmarks._tables import Table, Value, arguments, report, verdict
+from packages.comm.benchmarks._turns import Found, Turns, combined, in_turns, network
 from packages.zero.benchmarks._gpt import GPT, SMALL, batch
-from packages.zero.benchmarks._turns import Found, Turns, combined, in_turns, network
 from packages.zero.benchmarks._ways import DDP, STAGES, Task, Way, not_built, peers, zero
 from torch import nn
 from torch.distributed import get_world_size
