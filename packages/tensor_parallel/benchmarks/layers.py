@@ -40,6 +40,8 @@ from shardweave.comm.testing import run_ranks
 
 CPU_OVER_DTENSOR, OVERHEAD_OVER_MEGATRON = 0.75, 0.7
 """What is asked of ours."""
+_OF_NO_WIRE = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations of torch's collectives that send nothing."""
 
 
 def measure(model: str, turns: Turns, counts: bool) -> tuple[dict[str, Found], dict[str, int]]:
@@ -81,7 +83,7 @@ class _Collectives(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         name: str = func.name()
-        self.number += name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name
+        self.number += name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(_OF_NO_WIRE)
         return func(*args, **(kwargs or {}))
 
 
