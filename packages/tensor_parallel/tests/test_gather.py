@@ -189,6 +189,37 @@ def test_back_from_sequence_parallelism_and_of_a_single_layer() -> None:
     assert gather(alone, axis) is original[1]
 
 
+@pytest.mark.ranks(4)
+def test_what_was_split_in_several_calls_and_over_several_axes() -> None:
+    mesh = Mesh(tp=2, cp=2)
+    original, split = model(), model()
+    comm.name_parameters(split)
+    whole_plan = plan(mesh.tp)
+    attention = {
+        key.removeprefix("attention."): style for key, style in whole_plan.styles.items() if "." in key
+    }
+    parallelize(
+        split.attention,
+        Plan(attention, attributes={"": {"heads": "divide"}}, arguments={"": {"bias": Cut(0, HEADS)}}),
+        mesh.tp,
+    )
+    parallelize(split, {"embed": "vocab", "head": "column_gather", "qkv": "column:3", "back": "row"}, mesh.tp)
+    parallelize(
+        split, Plan({"fc1": "column", "fc2": "row"}, attributes={"attention": {"groups": 1}}), mesh.cp
+    )
+    assert sharding_of(split.get_parameter("qkv.1.weight")).name == "qkv.1.weight"
+    assert_near(step(split), step(original))
+    split.zero_grad()
+    gather(split, mesh.cp)
+    kinds = [type(split.fc1), type(split.head)]
+    assert (split.attention.heads, kinds) == (6, [Conv1D, ColumnParallelLinear])
+    gather(split, mesh.tp)
+    for name, parameter in split.named_parameters():
+        assert sharding_of(parameter).name == name
+        comm.set_sharding(parameter, Sharding("", sharding_of(parameter).shape))
+    assert_same(split, model())
+
+
 @pytest.mark.ranks(2)
 def test_results_of_earlier_passes_may_still_be_held() -> None:
     axis = Mesh(tp=2).tp

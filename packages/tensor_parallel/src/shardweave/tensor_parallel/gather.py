@@ -7,51 +7,52 @@ author, for another number of ranks, or for going on without any of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, all_gather, gather_values, set_sharding, sharding_of
+from shardweave.comm import Axis, Split, all_gather, gather_values, set_sharding, sharding_of
 
 from .linear import ColumnParallelLinear
-from .origins import LayerOrigin, keep_origin, layer_origin, tree_origin
+from .origins import LayerOrigin, keep_trees, layer_origin, tree_origins
 from .parallelize import BlockColumnLinear
 from .resizing import replace_values
 from .surroundings import Hook
 
 __all__ = ["gather"]
 
+_Slices: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
+"""By id of a parameter: each rank's length along the split dimension, and how many ranks before it hold the same."""
+
 
 @torch.no_grad()
 def gather(module: nn.Module, axis: Axis) -> nn.Module:
     """Takes back what ``parallelize(module, plan, axis)`` did, in place, and returns the module (or the layer).
 
-    Every rank of ``axis`` calls it. Afterwards every rank holds the whole module: the original layers with their
-    classes and options, the same parameter objects with whole values (after ``column:N`` a new one), ties, names in
-    the state dict, attributes and arguments as they were. Values are moved, not computed: without training in between
-    they are the original's bit for bit. Parameters that every rank holds stay this rank's. It takes one whole
-    parameter of extra memory at a time. An optimizer's state still has the sizes of the slices: build a new one.
+    Every rank of ``axis`` calls it, with the module that ``parallelize`` was given, or one around it. Afterwards
+    every rank holds the whole module: the original layers with their classes and options, the same parameter objects
+    with whole values (after ``column:N`` a new one), ties, names in the state dict, attributes and arguments as they
+    were. Values are moved, not computed: without training in between they are the original's bit for bit. Parameters
+    that every rank holds stay this rank's. It takes one whole parameter of extra memory at a time. An optimizer's
+    state still has the sizes of the slices: build a new one.
 
     Raises:
         ValueError: when nothing in the module was split over this axis, or gradients or hooks would be lost.
             The module is then unchanged.
     """
-    found = list(_replaced(module))
+    found = [(path, layer, origin) for path, layer, origin in _replaced(module) if origin.axis == axis]
     _check(module, found, axis)
+    slices = _slices(found, axis)
     whole: set[int] = set()
     back: dict[int, nn.Module] = {}
-    tree = tree_origin(module)
-    if tree is not None:
-        for change in reversed(tree.changes):
-            change.undo(module)
-        for path in tree.marked:
-            _unmark(module.get_submodule(path), axis)
-        keep_origin(module, None)
+    for tree in list(module.modules()):
+        _put_back_tree(tree, axis)
     for path, layer, origin in found:
         if id(layer) not in back:
-            back[id(layer)] = _put_back(layer, origin, axis, whole)
+            back[id(layer)] = _put_back(layer, origin, axis, slices, whole)
         if not path:
             return back[id(layer)]
         parent, _, name = path.rpartition(".")
@@ -66,51 +67,84 @@ def _replaced(module: nn.Module) -> Iterator[tuple[str, nn.Module, LayerOrigin]]
             yield path, layer, origin
 
 
-def _put_back(layer: nn.Module, origin: LayerOrigin, axis: Axis, whole: set[int]) -> nn.Module:
+def _slices(found: Sequence[tuple[str, nn.Module, LayerOrigin]], axis: Axis) -> _Slices:
+    """What every rank holds of the split parameters, told in one message for all of them."""
+    own: dict[int, tuple[int, int]] = {}
+    for _, layer, _ in found:
+        for parameter in layer.parameters():
+            split = _split_over(parameter, axis)
+            if split is not None:
+                own[id(parameter)] = (parameter.shape[split.dim], split.copy)
+    ranks = gather_values(list(own.values()), axis)
+    return {key: [rank[index] for rank in ranks] for index, key in enumerate(own)}
+
+
+def _split_over(parameter: Tensor, axis: Axis) -> Split | None:
+    return next((split for split in sharding_of(parameter).splits if split.axis == axis), None)
+
+
+def _put_back_tree(module: nn.Module, axis: Axis) -> None:
+    """What was done beside the layers, the last first."""
+    origins = tree_origins(module)
+    for origin in reversed([origin for origin in origins if origin.axis == axis]):
+        for change in reversed(origin.changes):
+            change.undo(module)
+        for path in origin.marked:
+            _unmark(module.get_submodule(path), axis)
+    keep_trees(module, [origin for origin in origins if origin.axis != axis])
+
+
+def _put_back(
+    layer: nn.Module, origin: LayerOrigin, axis: Axis, slices: _Slices, whole: set[int]
+) -> nn.Module:
     old = origin.layer
     if isinstance(layer, BlockColumnLinear):
-        for name, parameter in _joined(layer.fused(), origin, axis):
+        for name, parameter in _joined(layer.fused(), origin, axis, slices):
             old.register_parameter(name, parameter)
     else:
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if id(parameter) not in whole:
                 whole.add(id(parameter))
-                replace_values(parameter, _whole(parameter, axis))
+                replace_values(parameter, _whole(parameter, axis, slices))
                 _forget(parameter, axis)
             old.register_parameter(name, parameter)
     return old.train(layer.training)
 
 
 def _joined(
-    parts: Sequence[ColumnParallelLinear], origin: LayerOrigin, axis: Axis
+    parts: Sequence[ColumnParallelLinear], origin: LayerOrigin, axis: Axis, slices: _Slices
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a matrix of fused blocks."""
     for name, first in list(parts[0].named_parameters(recurse=False)):
-        rows = torch.cat([_whole(part.get_parameter(name), axis) for part in parts])
+        rows = torch.cat([_whole(part.get_parameter(name), axis, slices) for part in parts])
         value = rows.t().contiguous() if origin.transposed and rows.dim() == 2 else rows
         parameter = nn.Parameter(value, requires_grad=first.requires_grad)
         record = sharding_of(first)
-        set_sharding(parameter, replace(record, name=record.name.replace(f"0.{name}", name)))
+        set_sharding(parameter, replace(record, name=_without_block(record.name, name)))
         _forget(parameter, axis)
         yield name, parameter
 
 
-def _whole(parameter: nn.Parameter, axis: Axis) -> Tensor:
+def _without_block(canonical: str, name: str) -> str:
+    """``qkv.0.weight`` to ``qkv.weight``; a parameter that has no name keeps none."""
+    return canonical.removesuffix(f"0.{name}") + name if canonical.endswith(f"0.{name}") else canonical
+
+
+def _whole(parameter: nn.Parameter, axis: Axis, slices: _Slices) -> Tensor:
     """The parameter of all ranks together; the copies that some have of a slice are taken once."""
-    split = next((split for split in sharding_of(parameter).splits if split.axis == axis), None)
+    split = _split_over(parameter, axis)
     if split is None:
         return parameter.detach()
-    slices = gather_values([parameter.shape[split.dim], split.copy], axis)
+    sizes, copies = zip(*slices[id(parameter)], strict=True)
     if parameter.is_meta:
         shape = list(parameter.shape)
-        shape[split.dim] = sum(length for length, copy in slices if copy == 0)
+        shape[split.dim] = sum(size for size, copy in zip(sizes, copies, strict=True) if not copy)
         return parameter.new_empty(shape)
-    sizes = [length for length, _ in slices]
     together = all_gather(parameter.detach(), axis, split.dim, sizes=sizes)
-    if all(copy == 0 for _, copy in slices):
+    if not any(copies):
         return together
-    parts = together.split(sizes, split.dim)
-    return torch.cat([part for part, (_, copy) in zip(parts, slices, strict=True) if copy == 0], split.dim)
+    parts = zip(together.split(sizes, split.dim), copies, strict=True)
+    return torch.cat([part for part, copy in parts if not copy], split.dim)
 
 
 def _forget(parameter: nn.Parameter, axis: Axis) -> None:
@@ -131,13 +165,11 @@ def _unmark(module: nn.Module, axis: Axis) -> None:
 
 
 def _check(module: nn.Module, found: list[tuple[str, nn.Module, LayerOrigin]], axis: Axis) -> None:
-    if not any(origin.axis == axis for _, _, origin in found):
-        axes = sorted({origin.axis.name for _, _, origin in found})
+    if not found:
+        axes = sorted({origin.axis.name for _, _, origin in _replaced(module)})
         what = f"it was split over {', '.join(axes)}" if axes else "parallelize has split nothing in it"
         raise ValueError(f"nothing in this {type(module).__name__} is split over axis {axis.name!r}: {what}")
-    for path, layer, origin in found:
-        if origin.axis != axis:
-            raise ValueError(f"module {path!r} is split over axis {origin.axis.name!r}, not {axis.name!r}")
+    for path, layer, _ in found:
         for name, parameter in layer.named_parameters():
             if parameter.grad is not None:
                 raise ValueError(

@@ -16,9 +16,10 @@ from shardweave.comm import Axis
 
 from .surroundings import Change
 
-__all__ = ["LayerOrigin", "TreeOrigin", "keep_origin", "layer_origin", "tree_origin"]
+__all__ = ["LayerOrigin", "TreeOrigin", "keep_layer", "keep_trees", "layer_origin", "tree_origins"]
 
-_ATTRIBUTE = "_shardweave_origin"
+_LAYER = "_shardweave_layer"
+_TREES = "_shardweave_trees"
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,25 @@ class TreeOrigin:
     """Modules whose parameters were marked as partial over the axis."""
 
 
-def keep_origin(module: nn.Module, origin: LayerOrigin | TreeOrigin | None) -> None:
-    """Attaches what the module was; ``None`` removes it."""
-    module.__dict__.pop(_ATTRIBUTE, None)
-    if origin is not None:
-        module.__dict__[_ATTRIBUTE] = origin
+def keep_layer(module: nn.Module, origin: LayerOrigin) -> None:
+    """Attaches what this layer replaced."""
+    module.__dict__[_LAYER] = origin
 
 
 def layer_origin(module: nn.Module) -> LayerOrigin | None:
     """What this layer replaced, if it did."""
-    origin = module.__dict__.get(_ATTRIBUTE)
+    origin = module.__dict__.get(_LAYER)
     return origin if isinstance(origin, LayerOrigin) else None
 
 
-def tree_origin(module: nn.Module) -> TreeOrigin | None:
-    """What was done in this module beside its layers, if it was split."""
-    origin = module.__dict__.get(_ATTRIBUTE)
-    return origin if isinstance(origin, TreeOrigin) else None
+def keep_trees(module: nn.Module, origins: Sequence[TreeOrigin]) -> None:
+    """Attaches what was done in this module beside its layers, one for each time that it was split."""
+    module.__dict__.pop(_TREES, None)
+    if origins:
+        module.__dict__[_TREES] = tuple(origins)
+
+
+def tree_origins(module: nn.Module) -> tuple[TreeOrigin, ...]:
+    """What was done in this module beside its layers, in order."""
+    origins = module.__dict__.get(_TREES, ())
+    return tuple(origin for origin in origins if isinstance(origin, TreeOrigin))

@@ -21,7 +21,7 @@ from .embedding import VocabParallelEmbedding
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedLayers
 from .linear import ColumnParallelLinear, RowParallelLinear, check_features
-from .origins import LayerOrigin, TreeOrigin, keep_origin
+from .origins import LayerOrigin, TreeOrigin, keep_layer, keep_trees, tree_origins
 from .plans import Plan, Style, resolve
 from .products import column_linear
 from .public_plans import plan_for
@@ -105,7 +105,7 @@ def parallelize(
         mark_partial(modules[path], axis)
     for change in changes:
         change.apply(module)
-    keep_origin(module, TreeOrigin(axis, changes, marked))
+    keep_trees(module, [*tree_origins(module), TreeOrigin(axis, changes, marked)])
     return module
 
 
@@ -163,7 +163,7 @@ def _split_layer(
                 done.add(id(parameter))
                 _cut(parameter, record, new.get_parameter(name).shape)
             new.register_parameter(name, parameter)
-    keep_origin(new, LayerOrigin(old, axis, transposed=style.blocks > 1 and is_conv1d(old)))
+    keep_layer(new, LayerOrigin(old, axis, transposed=style.blocks > 1 and is_conv1d(old)))
     for name, _ in list(old.named_parameters(recurse=False)):
         old.register_parameter(name, None)
     return new.train(old.training)

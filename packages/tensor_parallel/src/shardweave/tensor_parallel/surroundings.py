@@ -11,7 +11,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -69,7 +69,7 @@ class HookChange(Change):
     def undo(self, root: nn.Module) -> None:
         module = root.get_submodule(self.path)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+            for key in [key for key, hook in hooks.items() if cast(object, hook) is self.hook]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
