@@ -128,7 +128,8 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, weight: Tensor, local: Tensor, elsewhere: Tensor | None, padding: int | None
     ) -> Tensor:
         ctx.save_for_backward(local, elsewhere)
-        ctx.weight, ctx.padding = weight, padding
+        # The number of rows is asked now: in backward the weight may be away, and is not needed.
+        ctx.weight, ctx.num_rows, ctx.padding = weight, weight.shape[0], padding
         if not weight.shape[0]:  # more ranks than rows
             return weight.new_zeros(*local.shape, weight.shape[1])
         rows = F.embedding(local, weight)
@@ -138,17 +139,16 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
         local, elsewhere = ctx.saved_tensors
-        weight, padding = ctx.weight, ctx.padding
+        num_rows, padding = ctx.num_rows, -1 if ctx.padding is None else ctx.padding
 
         def d_weight() -> list[Tensor | None]:
-            if not weight.shape[0]:
-                return [torch.zeros_like(weight)]
+            if not num_rows:
+                return [d_rows.new_zeros(0, d_rows.shape[-1])]
             own = d_rows if elsewhere is None else d_rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-            none = -1 if padding is None else padding
-            gradient = torch.ops.aten.embedding_dense_backward(own, local, weight.shape[0], none, False)
+            gradient = torch.ops.aten.embedding_dense_backward(own, local, num_rows, padding, False)
             return [cast(Tensor, gradient)]
 
-        (now,) = now_or_later((weight,), (True,), d_weight)
+        (now,) = now_or_later((ctx.weight,), (True,), d_weight)
         return now, None, None, None
 
 
