@@ -18,8 +18,8 @@ from shardweave.comm import Axis, Split, all_gather, gather_values, set_sharding
 
 from .linear import ColumnParallelLinear
 from .origins import LayerOrigin, keep_trees, layer_origin, tree_origins
-from .parallelize import BlockColumnLinear
 from .resizing import replace_values
+from .splitting import BlockColumnLinear
 from .surroundings import Hook
 
 __all__ = ["gather"]

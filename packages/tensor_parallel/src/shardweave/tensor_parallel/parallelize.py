@@ -7,29 +7,24 @@ drawn anew, so the result computes what the module computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Sharding, all_reduce, set_sharding, sharding_of
+from shardweave.comm import Axis, all_reduce, sharding_of
 
-from .conv1d import ColumnParallelConv1D, RowParallelConv1D, features_of, is_conv1d
-from .embedding import VocabParallelEmbedding
-from .features import FeatureSplit, split_features, split_heads
-from .fused import FusedLayers
-from .linear import ColumnParallelLinear, RowParallelLinear, check_features
-from .origins import LayerOrigin, TreeOrigin, keep_layer, keep_trees, tree_origins
+from .conv1d import features_of
+from .features import split_heads
+from .origins import TreeOrigin, keep_trees, tree_origins
 from .plans import Plan, Style, resolve
-from .products import column_linear
 from .public_plans import plan_for
 from .replicas import mark_partial
-from .resizing import replace_values
+from .splitting import split_layer
 from .surroundings import resolve_surroundings
 
-__all__ = ["BlockColumnLinear", "parallelize"]
+__all__ = ["parallelize"]
 
 
 def parallelize(
@@ -95,7 +90,7 @@ def parallelize(
     for path, style in split.items():
         old = modules[path]
         if id(old) not in replaced:
-            replaced[id(old)] = _split_layer(old, style, axis, sequence_dim, done)
+            replaced[id(old)] = split_layer(old, style, axis, sequence_dim, done)
         if not path:
             return replaced[id(old)]
         parent, _, name = path.rpartition(".")
@@ -109,35 +104,6 @@ def parallelize(
     return module
 
 
-class BlockColumnLinear(FusedLayers):
-    """A linear layer whose output consists of blocks, each split over the axis: ``[q; k; v]`` in one matrix.
-
-    Input ``[..., in]``; output ``[..., blocks * block_r]``: this rank's part of each block, in order, so that
-    the code that cut the output of the unsplit layer into blocks still does.
-    """
-
-    def __init__(
-        self, in_features: int, blocks: Sequence[int], axis: Axis, *, bias: bool, sequence_dim: int | None
-    ) -> None:
-        super().__init__()
-        for index, features in enumerate(blocks):
-            part = ColumnParallelLinear(
-                in_features, features, axis, bias=bias, sequence_dim=sequence_dim, device="meta"
-            )
-            self.add_module(str(index), part)
-
-    def fused(self) -> Sequence[ColumnParallelLinear]:
-        """The blocks, in order."""
-        return [part for part in self.children() if isinstance(part, ColumnParallelLinear)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., sum of this rank's parts]``."""
-        parts = self.fused()
-        check_features(x, parts[0].in_features, "this column-parallel layer")
-        weights, biases = [part.weight for part in parts], [part.bias for part in parts]
-        return column_linear(x, weights, biases, parts[0].axis, sequence_dim=parts[0].sequence_dim)
-
-
 def _plan_by_name(name: str, module: nn.Module, axis: Axis, sequence_dim: int | None) -> Plan:
     if name != "auto":
         raise ValueError(f"plan {name!r} does not exist; give a mapping, a Plan or 'auto'")
@@ -147,104 +113,6 @@ def _plan_by_name(name: str, module: nn.Module, axis: Axis, sequence_dim: int | 
             "the embeddings, so it cannot be split; leave sequence_dim out"
         )
     return plan_for(module, axis)
-
-
-def _split_layer(
-    old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None, done: set[int]
-) -> nn.Module:
-    """The parallel layer for ``old``, with its parameters cut down; ``done`` has the ids of those already cut."""
-    if style.blocks > 1:
-        new = _split_blocks(old, style.blocks, axis, sequence_dim)
-    else:
-        new = _empty_layer(old, style, axis, sequence_dim)
-        for name, parameter in list(old.named_parameters(recurse=False)):
-            record = sharding_of(new.get_parameter(name))
-            if id(parameter) not in done:
-                done.add(id(parameter))
-                _cut(parameter, record, new.get_parameter(name).shape)
-            new.register_parameter(name, parameter)
-    keep_layer(new, LayerOrigin(old, axis, transposed=style.blocks > 1 and is_conv1d(old)))
-    for name, _ in list(old.named_parameters(recurse=False)):
-        old.register_parameter(name, None)
-    return new.train(old.training)
-
-
-def _empty_layer(old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None) -> nn.Module:
-    """The parallel layer for ``old``, without values."""
-    if isinstance(old, nn.Embedding):
-        return VocabParallelEmbedding(
-            old.num_embeddings,
-            old.embedding_dim,
-            axis,
-            padding_idx=old.padding_idx,
-            sequence_dim=sequence_dim,
-            device="meta",
-        )
-    inputs, outputs = features_of(old)
-    if style.is_row:
-        split = _split_features(inputs, style, axis)
-        if is_conv1d(old):
-            return RowParallelConv1D(split, outputs, axis, sequence_dim=sequence_dim, device="meta")
-        return RowParallelLinear(
-            split, outputs, axis, bias=old.bias is not None, sequence_dim=sequence_dim, device="meta"
-        )
-    split, gather_output = _split_features(outputs, style, axis), style.kind == "column_gather"
-    if is_conv1d(old):
-        return ColumnParallelConv1D(
-            inputs, split, axis, gather_output=gather_output, sequence_dim=sequence_dim, device="meta"
-        )
-    return ColumnParallelLinear(
-        inputs,
-        split,
-        axis,
-        bias=old.bias is not None,
-        gather_output=gather_output,
-        sequence_dim=sequence_dim,
-        device="meta",
-    )
-
-
-def _split_features(features: int, style: Style, axis: Axis) -> FeatureSplit:
-    if style.kind in ("column_heads", "row_heads"):
-        return split_heads(features // style.unit, style.unit, axis)
-    return split_features(features, axis)
-
-
-def _split_blocks(old: nn.Module, blocks: int, axis: Axis, sequence_dim: int | None) -> nn.Module:
-    inputs, outputs = features_of(old)
-    size = outputs // blocks
-    new = BlockColumnLinear(
-        inputs, [size] * blocks, axis, bias=old.bias is not None, sequence_dim=sequence_dim
-    )
-    own = split_features(size, axis).index
-    for index, part in enumerate(new.fused()):
-        for name, parameter in list(old.named_parameters(recurse=False)):
-            rows = parameter.detach().t() if is_conv1d(old) else parameter.detach()
-            block = rows[index * size : (index + 1) * size][own]
-            cut = nn.Parameter(
-                block.clone(memory_format=torch.contiguous_format), requires_grad=parameter.requires_grad
-            )
-            before, record = sharding_of(parameter), sharding_of(part.get_parameter(name))
-            if before.name:
-                record = replace(record, name=f"{before.name.removesuffix(name)}{index}.{name}")
-            set_sharding(cut, replace(record, partial=(*before.partial, *record.partial), decay=before.decay))
-            part.register_parameter(name, cut)
-    new.place()
-    return new
-
-
-def _cut(parameter: nn.Parameter, record: Sharding, shape: torch.Size) -> None:
-    """Replaces the parameter's data by its slice; what was recorded about other axes stays."""
-    starts = [0] * parameter.dim()
-    for split in record.splits:
-        starts[split.dim] = split.offset
-    index = tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
-    replace_values(parameter, parameter.detach()[index].clone())
-    before = sharding_of(parameter)
-    set_sharding(
-        parameter,
-        replace(before, shape=record.shape, splits=record.splits, partial=(*before.partial, *record.partial)),
-    )
 
 
 def _check_replaceable(path: str, module: nn.Module) -> None:
