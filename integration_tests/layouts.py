@@ -79,11 +79,12 @@ class Layout:
     sequence: bool = False
     schedule: str = "1f1b"
     stage: int = 0
+    context: int = 1
 
     @property
     def ranks(self) -> int:
         """How many ranks it takes."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -92,6 +93,7 @@ class Layout:
             "parallel.data": self.data,
             "parallel.tensor": self.tensor,
             "parallel.pipeline": self.pipeline,
+            "parallel.context": self.context,
             "parallel.sequence": self.sequence,
             "parallel.schedule": self.schedule,
             "zero.stage": self.stage,
@@ -119,7 +121,8 @@ class Layout:
     def __str__(self) -> str:
         tensor = f"tp{self.tensor}{'+sp' if self.sequence else ''}"
         pipeline = f"pp{self.pipeline}" + (f" {self.schedule}" if self.pipeline > 1 else "")
-        return f"dp{self.data} {tensor} {pipeline} zero{self.stage}"
+        context = f" cp{self.context}" if self.context > 1 else ""
+        return f"dp{self.data} {tensor} {pipeline}{context} zero{self.stage}"
 
 
 def layouts(ranks: int) -> Iterator[Layout]:
@@ -173,7 +176,7 @@ def train_each(chosen: Iterable[Layout], **settings: Any) -> Iterator[Record]:
     dataset = Dataset.cut(open_corpus(config), config, config.model.sequence)
     for layout in chosen:
         config = small_run(layout, **settings)
-        mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline)
+        mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context)
         try:
             yield train_in_process(config, mesh, config.run.steps, dataset=dataset)
         finally:

@@ -77,6 +77,22 @@ def test_every_model_family_equals_one_process(family: str) -> None:
         assert compare(record, reference(family, "fp64", layout.layers), 1e-9) == [], str(layout)
 
 
+@pytest.mark.parametrize("family", ["llama-like", "gpt-like", "as it is"])
+@pytest.mark.timeout(300)
+def test_sequences_over_context_ranks_equal_one_process(family: str) -> None:
+    """With every other axis, and under every ZeRO stage, which shards over context ranks, too."""
+    chosen = [
+        Layout(context=4, stage=3),
+        Layout(data=2, context=2, stage=1),
+        Layout(tensor=2, context=2, sequence=True, stage=2),
+        Layout(tensor=2, context=2, stage=0),
+        Layout(pipeline=2, context=2, stage=3),
+    ]
+    records = run_ranks(trained, 4, chosen, family, "fp64", timeout=280)[0]
+    for layout, record in zip(chosen, records, strict=True):
+        assert compare(record, reference(family, "fp64", layout.layers), 1e-9) == [], str(layout)
+
+
 @pytest.mark.timeout(300)
 def test_float32_losses_agree() -> None:
     chosen = tried(4)[::3]

@@ -38,10 +38,13 @@ LIVE = 52_000
 LINES = "lines.jsonl"
 """A corpus of a few samples, in the lattice's folder: its epochs are shorter than a stretch of five steps."""
 
+LENGTH = 24
+"""Tokens of a sample: so many are dealt out over 1, 2 or 4 context ranks, a piece from each end."""
+
 BASE: Mapping[str, Any] = {
     "model.hidden": 2 * HEADS,
     "model.heads": HEADS,
-    "model.sequence": 24,
+    "model.sequence": LENGTH,
     "batch.global": SAMPLES,
     "optimizer.warmup": 3,
     "guard.spike": "off",
@@ -77,6 +80,7 @@ OPTIONS: tuple[Option, ...] = (
     _layout("data", "parallel.data", 1, 2, 3, 4, 8),
     _layout("tensor", "parallel.tensor", 1, 2, 3, 4, 8),
     _layout("pipeline", "parallel.pipeline", 1, 2, 3, 4, 8),
+    _layout("context", "parallel.context", 1, 2, 4),
     _layout("sequence", "parallel.sequence", False, True),
     _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
     _layout("stage", "zero.stage", 0, 1, 2, 3),
@@ -134,8 +138,12 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def _at_most_eight_ranks(data: int, tensor: int, pipeline: int) -> bool:
-    return data * tensor * pipeline <= 8
+def _at_most_eight_ranks(data: int, tensor: int, pipeline: int, context: int) -> bool:
+    return data * tensor * pipeline * context <= 8
+
+
+def _context_ranks_leave_tensor_ranks_equal_parts(context: int, tensor: int, sequence: bool) -> bool:
+    return not sequence or LENGTH // context % tensor == 0
 
 
 def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
@@ -150,29 +158,31 @@ def _gradients_are_sharded_from_stage_two_on(between: object, stage: int) -> boo
     return stage >= 2 or between == "auto"
 
 
-def _are_gathered(stage: int, data: int, replicas: int) -> bool:
+def _are_gathered(stage: int, data: int, context: int, replicas: int) -> bool:
     """Whether there are parameters to gather: several ranks share those of a copy."""
-    return stage == 3 and data > replicas
+    return stage == 3 and data * context > replicas
 
 
-def _what_is_gathered_is_prefetched(prefetch: object, stage: int, data: int, replicas: int) -> bool:
-    return prefetch == "auto" or _are_gathered(stage, data, replicas)
+def _what_is_gathered_is_prefetched(
+    prefetch: object, stage: int, data: int, context: int, replicas: int
+) -> bool:
+    return prefetch == "auto" or _are_gathered(stage, data, context, replicas)
 
 
-def _what_is_gathered_is_bounded(live: object, stage: int, data: int, replicas: int) -> bool:
-    return live == "auto" or _are_gathered(stage, data, replicas)
+def _what_is_gathered_is_bounded(live: object, stage: int, data: int, context: int, replicas: int) -> bool:
+    return live == "auto" or _are_gathered(stage, data, context, replicas)
 
 
-def _what_is_gathered_is_kept(kept: object, stage: int, data: int, replicas: int) -> bool:
-    return kept == "auto" or _are_gathered(stage, data, replicas)
+def _what_is_gathered_is_kept(kept: object, stage: int, data: int, context: int, replicas: int) -> bool:
+    return kept == "auto" or _are_gathered(stage, data, context, replicas)
 
 
 def _copies_are_of_shards(replicas: int, data: int, stage: int) -> bool:
     return replicas == 1 or (data % replicas == 0 and stage > 0)
 
 
-def _nodes_have_equally_many_ranks(nodes: int, data: int, tensor: int, pipeline: int) -> bool:
-    return data * tensor * pipeline % nodes == 0
+def _nodes_have_equally_many_ranks(nodes: int, data: int, tensor: int, pipeline: int, context: int) -> bool:
+    return data * tensor * pipeline * context % nodes == 0
 
 
 def _levels_are_for_several_nodes(hierarchy: str, nodes: int) -> bool:
@@ -180,11 +190,12 @@ def _levels_are_for_several_nodes(hierarchy: str, nodes: int) -> bool:
 
 
 def _two_levels_take_data_ranks_beside_each_other(
-    hierarchy: str, nodes: int, data: int, tensor: int, pipeline: int
+    hierarchy: str, nodes: int, data: int, tensor: int, pipeline: int, context: int
 ) -> bool:
     """Two or more of them on each of several nodes."""
-    inside, apart = divmod(data * tensor * pipeline // nodes, tensor)
-    return hierarchy != "two-level" or (1 < inside < data and not apart and data % inside == 0)
+    sharing = data * context
+    inside, apart = divmod(sharing * tensor * pipeline // nodes, tensor)
+    return hierarchy != "two-level" or (1 < inside < sharing and not apart and sharing % inside == 0)
 
 
 def _gradients_are_compressed_once(numbers: str, between: object) -> bool:
@@ -209,6 +220,7 @@ def _rounding_is_tried_with_moments(numbers: str, optimizer: str) -> bool:
 
 RULES: tuple[Rule, ...] = (
     _at_most_eight_ranks,
+    _context_ranks_leave_tensor_ranks_equal_parts,
     _a_sequence_is_shared_by_tensor_ranks,
     _a_schedule_is_for_stages,
     _gradients_are_sharded_from_stage_two_on,
@@ -246,7 +258,7 @@ def run_options() -> dict[str, list[Any]]:
 
 def num_ranks(point: Point) -> int:
     """Ranks of a point's layout."""
-    return int(point["data"] * point["tensor"] * point["pipeline"])
+    return int(point["data"] * point["tensor"] * point["pipeline"] * point["context"])
 
 
 def settings(point: Point, folder: Path) -> dict[str, Any]:

@@ -89,7 +89,6 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
         (("model", "experts"), 8),
         (("data", "source"), [{"source": "a.txt", "weight": 1}]),
         (("data", "tokenizer"), "gpt2"),
-        (("parallel", "context"), 2),
         (("parallel", "expert"), 2),
         (("parallel", "chunks"), 2),
         (("parallel", "schedule"), "zb-h1"),

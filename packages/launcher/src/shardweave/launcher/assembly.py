@@ -4,6 +4,7 @@ The order matters, and each line depends on the ones before it::
 
     [1] part        which blocks this pipeline stage holds            layout, models
     [2] module      the part, its layers split over the tensor axis   models, tensor_parallel
+                    and its sequences over the context axis
     [3] ties        the head's copy of the embedding                  pipeline: needs the module
     [4] pipeline    runs the schedule over the stage                  pipeline: records that stages differ
     [5] optimizer   flat buffers, shards over the data axis           zero: reads the finished records
@@ -109,6 +110,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         shape,
         tensor=mesh.tp,
         sequence_parallel=config.parallel.sequence,
+        context=mesh.cp,
         part=part,
         seed=config.run.seed,
         device=device,

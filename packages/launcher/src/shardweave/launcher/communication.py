@@ -68,7 +68,7 @@ def mesh_of(
 
 def idle_over(config: Config, layout: Layout) -> Iterator[Problem]:
     """The settings that do nothing over these ranks, as warnings; `rules.idle` has those of any number of ranks."""
-    if config.comm.compression != "none" and layout.data == 1:
+    if config.comm.compression != "none" and layout.sharing == 1:
         yield Problem(
             ("comm", "compression"),
             f"`comm.compression: {config.comm.compression}` has no effect because there is one data rank: gradients "
@@ -84,12 +84,12 @@ def residual_bytes(config: Config, layout: Layout, elements: int) -> int:
     back. The thin matrices of PowerSGD are not counted.
     """
     compression = compression_of(config.comm)
-    if compression is None or layout.data == 1:
+    if compression is None or layout.sharing == 1:
         return 0
     copies = num_replicas(config)
-    workers, part = layout.data, elements
+    workers, part = layout.sharing, elements
     if copies > 1:  # added up exactly inside a copy, and compressed between them
-        workers, part = copies, math.ceil(elements * copies / layout.data)
+        workers, part = copies, math.ceil(elements * copies / layout.sharing)
     kept = part
     if isinstance(compression, (OneBit, TwoBit)):
         kept += math.ceil(part / workers) if workers > 2 else 0

@@ -93,7 +93,7 @@ def gathered(config: Config, layout: Layout, shape: TransformerConfig, part: Par
 
 
 def _is_sharded(config: Config, layout: Layout) -> bool:
-    return config.zero.stage == 3 and layout.data > num_replicas(config)
+    return config.zero.stage == 3 and layout.sharing > num_replicas(config)
 
 
 def _units(config: Config, layout: Layout, shape: TransformerConfig, part: Part) -> tuple[GatheredUnit, ...]:
@@ -102,13 +102,16 @@ def _units(config: Config, layout: Layout, shape: TransformerConfig, part: Part)
         shape,
         tensor=_nobody("tp", layout.tensor),
         sequence_parallel=config.parallel.sequence,
+        context=_nobody("cp", layout.context),
         part=part,
         device="meta",
     )
     ends = _nobody("pp", min(2, layout.pipeline))
     for _, parameter in module.tied_parameters():  # copies on other stages are units of their own
         set_sharding(parameter, replace(sharding_of(parameter), tied=ends, partial=(ends,)))
-    return plan_gathering(module, shards=layout.data // num_replicas(config), bucket_mb=config.comm.bucket_mb)
+    return plan_gathering(
+        module, shards=layout.sharing // num_replicas(config), bucket_mb=config.comm.bucket_mb
+    )
 
 
 def _nobody(name: str, size: int) -> Axis:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 
 from shardweave.launcher.config import Config
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
@@ -44,6 +45,11 @@ class Layout:
     def world_size(self) -> int:
         """All ranks."""
         return self.data * self.model
+
+    @property
+    def sharing(self) -> int:
+        """Ranks whose gradients are added up and over which ZeRO shards: each has other tokens of the batch."""
+        return self.data * self.context
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a global rank sits: its position on each axis."""
@@ -149,10 +155,11 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
         fitting = [size for size in divisors(shape.heads, near=tensor) if kv % size == 0 or size % kv == 0]
         text = f"`parallel.tensor: {tensor}` and `model.kv_heads: {kv}` do not divide each other"
         yield Problem(where, f"{text}; use {alternatives(fitting)}")
-    elif config.parallel.sequence and shape.sequence % tensor:
+    elif config.parallel.sequence and layout.context == 1 and shape.sequence % tensor:
         text = f"`parallel.tensor: {tensor}` does not divide `model.sequence: {shape.sequence}`, and"
         text += " `parallel.sequence: true` cuts sequences over the tensor ranks"
         yield Problem(where, f"{text}; use parallel.sequence=false or another model.sequence")
+    yield from _context_misfits(config, layout, shape)
     for key, size in (("vocab", shape.vocab), ("ffn", shape.ffn_size)):
         if size < tensor:
             text = f"`parallel.tensor: {tensor}` is more than `model.{key}: {size}`"
@@ -169,6 +176,25 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
         yield Problem(
             ("parallel", "pipeline"), f"{text}: some stages would have no block; use at most {shape.layers}"
         )
+
+
+def _context_misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
+    """A context rank takes a piece from both ends of each sequence, and sequence parallelism cuts what it has."""
+    context, tensor = layout.context, layout.tensor if config.parallel.sequence else 1
+    if context == 1:
+        return
+    where, sequence = ("parallel", "context"), shape.sequence
+    fitting = [
+        n for n in divisors(sequence, near=context) if n == 1 or sequence % lcm(2 * n, n * tensor) == 0
+    ]
+    if sequence % (2 * context):
+        text = f"twice `parallel.context: {context}` does not divide `model.sequence: {sequence}`: each rank takes a "
+        text += "piece from both ends"
+        yield Problem(where, f"{text}; use {alternatives(fitting)}, or another model.sequence")
+    elif sequence // context % tensor:
+        text = f"`parallel.context: {context}` leaves {sequence // context} of `model.sequence: {sequence}` to a rank, "
+        text += f"which `parallel.sequence: true` does not divide over {tensor} tensor ranks"
+        yield Problem(where, f"{text}; use {alternatives(fitting)}, or parallel.sequence=false")
 
 
 def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:

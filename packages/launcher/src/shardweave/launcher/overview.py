@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice, product
 
 from shardweave.comm.text import bytes_text
 from shardweave.launcher.assembly import DTYPES
@@ -111,14 +112,14 @@ class Overview:
         layout = self.layout
         for stage, part in enumerate(self.stages):
             yield f"stage {stage}", _part(part)
-            for replica in range(min(layout.data, _SHOWN)):
-                ranks = [layout.rank(pp=stage, dp=replica, tp=rank) for rank in range(layout.tensor)]
-                yield (
-                    "",
-                    f"dp {replica}: "
-                    + "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks[:_SHOWN])),
-                )
-            if layout.data > _SHOWN:
+            for replica, context in islice(product(range(layout.data), range(layout.context)), _SHOWN):
+                ranks = [
+                    layout.rank(pp=stage, dp=replica, cp=context, tp=rank) for rank in range(layout.tensor)
+                ]
+                who = f"dp {replica}" if layout.context == 1 else f"dp {replica} cp {context}"
+                shown = "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks[:_SHOWN]))
+                yield "", f"{who}: {shown}"
+            if layout.sharing > _SHOWN:
                 yield "", f"... and so on to dp {layout.data - 1}"
             for rank, use in enumerate(self.memory[stage][:_SHOWN]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
@@ -137,7 +138,7 @@ class Overview:
             parts.append("sequence parallel" if config.parallel.sequence else "no sequence parallelism")
         if layout.pipeline > 1:
             parts.append(f"{config.parallel.schedule} with {100 * self.bubble:.1f} % bubble")
-        if config.comm.compression != "none" and layout.data > 1:
+        if config.comm.compression != "none" and layout.sharing > 1:
             parts.append(
                 f"gradients {config.comm.compression} after {_count(config.comm.warmup, 'plain step')}"
             )
@@ -145,7 +146,9 @@ class Overview:
 
     def _copies(self) -> str:
         copies = num_replicas(self.config)
-        return f" in {copies} copies of {_count(self.layout.data // copies, 'shard')}" if copies > 1 else ""
+        return (
+            f" in {copies} copies of {_count(self.layout.sharing // copies, 'shard')}" if copies > 1 else ""
+        )
 
 
 def _held(
@@ -167,7 +170,8 @@ def _held(
             tensor=layout.tensor,
             tensor_rank=rank,
             sequence_parallel=config.parallel.sequence and layout.tensor > 1,
-            data=layout.data // num_replicas(config),
+            context=layout.context,
+            data=layout.sharing // num_replicas(config),
             zero_stage=config.zero.stage,
             whole_gradients=_keeps_gradients_whole(config, plan),
         ),

@@ -194,12 +194,13 @@ class Trainer:
         return [{"streams": DropoutStreams(seed, self.step, batch.samples)} for batch in micro_batches]
 
     def _sum(self, count: int) -> int:
-        """A count summed over the data axis; the ranks of a replica have the same one."""
+        """A count summed over the replicas; the ranks of one, context ranks among them, have the same."""
         total = torch.tensor(count, dtype=torch.int64, device=self.parts.device)
-        return int(all_reduce(total, self.mesh.data))
+        return int(all_reduce(total, self.mesh.dp))
 
     def _loss(self, total: Tensor | None) -> float:
-        """The last stage's sum, added up over replicas, on every rank; stages without a loss contribute nothing."""
+        """The last stage's sum, added up over replicas and their context ranks, on every rank; stages without a loss
+        contribute nothing."""
         value = torch.zeros((), dtype=torch.float64, device=self.parts.device)
         if total is not None:
             value += total.to(torch.float64)

@@ -192,7 +192,7 @@ class Transformer(nn.Module):
         sequence, batch = self._measure(x)
         if documents is not None:
             check_documents(documents, (batch, sequence))
-        local = self._local_positions(sequence, x.device)
+        local = self._positions_of(sequence, x.device)
         masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
             x = self._embed(x, local, masks, documents)
@@ -252,8 +252,16 @@ class Transformer(nn.Module):
             )
         return sequence, batch
 
-    def _local_positions(self, sequence: int, device: torch.device) -> Tensor:
-        """The positions in the row of the hidden states that this rank holds between the layers, ``[s_r]``."""
+    def local_positions(self, length: int, device: torch.device) -> Tensor:
+        """Where in the whole sequence the ``length`` tokens are whose hidden states this rank holds between the layers.
+
+        int64 ``[length]``, ascending; all of ``0 .. length - 1`` when nothing cuts the sequence.
+        """
+        tensor = self.axis.size if self.sequence_parallel else 1
+        return self._positions_of(length * tensor * self.context.size, device)
+
+    def _positions_of(self, sequence: int, device: torch.device) -> Tensor:
+        """:meth:`local_positions` by the length of the whole sequence."""
         own = cut_context(torch.arange(sequence, device=device), self.context, 0)
         if not self.sequence_parallel:
             return own

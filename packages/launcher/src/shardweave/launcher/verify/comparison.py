@@ -89,9 +89,8 @@ class Comparison:
             self._add(part.kind, part.place, math.inf, remark=text)
             return
         samples = part.samples.tolist()
-        stop = part.start + part.values.shape[0]
         ours = part.values.transpose(0, 1)  # [b, s, h], as the capture has it
-        reference = whole[rows, part.start : stop]
+        reference = whole[rows][:, part.positions]
         scale = whole.abs().max()
         relative, place = largest_difference(ours, reference, scale)
         tolerance, remark = tolerance_of(part.kind, self._config.precision), ""
@@ -99,14 +98,14 @@ class Comparison:
         if not relative <= tolerance:
             remark = sample_remark(
                 ours[row],
-                whole[:, part.start : stop],
+                whole[:, part.positions],
                 right.samples.tolist(),
                 samples[row],
                 float(scale) * tolerance,
             ) or factor_remark(ours, reference, float(scale), tolerance)
         self._add(
             part.kind, part.place, relative, float(scale), ours[row, position, feature],
-            reference[row, position, feature], (samples[row], part.start + position, feature), remark,
+            reference[row, position, feature], (samples[row], int(part.positions[position]), feature), remark,
         )  # fmt: skip
 
     def _number(self, kind: Kind, ours: float, reference: float) -> None:

@@ -107,8 +107,10 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
     yield _ffn(config, shape, hidden, ranks)
     vocab = _BYTES + (shape.vocab - _BYTES) % ranks
     yield _change(config, "vocab", shape.vocab, vocab, f"the same remainder over {_ranks(ranks)}")
-    sequence = _same_remainder(shape.sequence, lcm(ranks, 2), _SEQUENCE)
-    yield _change(config, "sequence", shape.sequence, sequence, f"the same remainder over {_ranks(ranks)}")
+    context = layout.context
+    sequence = _same_remainder(shape.sequence, lcm(ranks * context, 2 * context), _SEQUENCE)
+    over = _ranks(ranks) if context == 1 else f"{_ranks(ranks)} and {context} context ranks"
+    yield _change(config, "sequence", shape.sequence, sequence, f"the same remainder over {over}")
 
 
 def _batch(config: Config, layout: Layout) -> Iterator[Change | None]:

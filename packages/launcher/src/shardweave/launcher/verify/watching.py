@@ -29,8 +29,8 @@ class HiddenPart:
     place: str
     samples: Tensor
     """int64 ``[b]``."""
-    start: int
-    """Position of the first of them in the sequence."""
+    positions: Tensor
+    """Of the tokens in the sequence, int64 ``[s]``, ascending."""
     values: Tensor
     """``[s, b, h]``, a copy."""
 
@@ -108,8 +108,8 @@ class Watcher:
             values.register_hook(lambda gradient: self._keep(backward, place, samples, gradient))
 
     def _keep(self, kind: Kind, place: str, samples: Tensor, values: Tensor) -> None:
-        start = self._module.axis.rank * values.shape[0] if self._module.sequence_parallel else 0
-        self._seen.hidden.append(HiddenPart(kind, place, samples, start, values.detach().clone()))
+        positions = self._module.local_positions(values.shape[0], values.device)
+        self._seen.hidden.append(HiddenPart(kind, place, samples, positions, values.detach().clone()))
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """Between the backward passes and the update: gradients are reduced and not clipped."""
