@@ -127,6 +127,22 @@ def test_other_misfits() -> None:
     assert len(both.splitlines()) == 2  # heads and layers at once
 
 
+def test_b033_context_ranks_take_a_piece_from_both_ends() -> None:
+    text = _misfit("parallel.context=4", "model.sequence=12")
+    assert text == (
+        "twice `parallel.context: 4` does not divide `model.sequence: 12`: each rank takes a piece from both ends; "
+        "use 1, 2, 3 or 6, or another model.sequence"
+    )
+    text = _misfit("parallel.context=4", "parallel.tensor=4", "model.sequence=24", "model.heads=8")
+    assert (
+        "`parallel.context: 4` leaves 6 of `model.sequence: 24` to a rank, which `parallel.sequence: true`"
+        in text
+    )
+    assert text.endswith("does not divide over 4 tensor ranks; use 1, 2, 3 or 6, or parallel.sequence=false")
+    config = load_config(None, ["parallel.context=4", "parallel.tensor=2", "model.sequence=24"])
+    check_fit(config, layout_of(config), transformer_config(config))
+
+
 def test_uneven_vocabulary_width_and_layers_fit() -> None:
     config = load_config(
         None,

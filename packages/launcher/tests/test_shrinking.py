@@ -68,6 +68,15 @@ def test_a_given_width_of_the_mlp_keeps_its_ratio_and_its_remainder() -> None:
     assert small.ffn_size / small.hidden == pytest.approx(16001 / 4608, rel=0.1)
 
 
+def test_a_sequence_keeps_what_context_ranks_ask_of_it() -> None:
+    for tensor, context in ((1, 4), (2, 2), (3, 2)):
+        overrides = ["model.preset=gpt2", "model.sequence=960", "model.vocab=50256"]
+        _, layout, shrunk = _shrunk(*overrides, f"parallel.context={context}", f"parallel.tensor={tensor}")
+        small = transformer_config(shrunk.config)
+        assert small.sequence < 64
+        check_fit(shrunk.config, layout, small)
+
+
 def test_what_is_not_a_size_stays() -> None:
     overrides = (
         "model.preset=bloom-7b1", "parallel.tensor=2", "parallel.pipeline=3", "parallel.data=3",

@@ -148,7 +148,7 @@ def _compare_masked(mesh: Mesh, valid: Sequence[int], *, micro: int) -> StepResu
 @pytest.mark.ranks(2, timeout=120)
 def test_b015_b017_short_micro_batches_and_ranks_do_not_weigh_more() -> None:
     _compare_masked(Mesh.single(), [3, 1], micro=1)
-    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}):
+    for sizes in ({"dp": 2}, {"pp": 2}, {"tp": 2}, {"cp": 2}):
         mesh = Mesh.of(sizes)
         _compare_masked(mesh, [7, 1], micro=1)
         _compare_masked(mesh, [1, 8, 3, 2], micro=1)

@@ -76,6 +76,8 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             "zero.keep_gathered=5000",
         ),
         ("parallel.pipeline=4", "optimizer.name=sgd", "optimizer.clip=null"),
+        ("parallel.context=4", "zero.stage=3", *LLAMA),
+        ("parallel.context=2", "parallel.tensor=2", "zero.stage=1", *GPT),
     ],
     8: [
         (
@@ -89,7 +91,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("parallel.tensor=8", *EIGHT, *LLAMA),
     ],
 }
-"""Eleven layouts by their number of ranks, as overrides of the small run."""
+"""Layouts by their number of ranks, as overrides of the small run."""
 
 TWO_BY_TWO = ("parallel.tensor=2", "parallel.pipeline=2")
 REPLICATED = ("parallel.data=2", "parallel.pipeline=2", "zero.stage=2")
@@ -101,7 +103,8 @@ def _config(*overrides: str) -> Config:
 
 def _mesh(config: Config) -> Mesh:
     block = config.parallel
-    return Mesh(dp=block.data if block.data != "auto" else 1, tp=block.tensor, pp=block.pipeline)
+    data = block.data if block.data != "auto" else 1
+    return Mesh(dp=data, tp=block.tensor, pp=block.pipeline, cp=block.context)
 
 
 def verified(layouts: Sequence[tuple[str, ...]]) -> list[Report]:
