@@ -110,6 +110,15 @@ def test_copies_of_a_slice_are_compared_among_their_ranks() -> None:
         RuntimeError, match=r"differ: key.weight; .*, rank 3 differs: at \[0, 0\] rank 3 .* rank 2"
     ):
         assert_replicas_equal(layer, axis)  # on all four
+    one = ParallelAttention(8, 4, axis, kv_heads=1)  # whose copies are on all ranks
+    assert_replicas_equal(one, axis)
+    if axis.rank == 1:
+        with torch.no_grad():
+            one.value.weight[1, 2] += 1
+    with pytest.raises(
+        RuntimeError, match=r"differ: value.weight; .*, rank 1 differs: at \[1, 2\] rank 1 .* rank 0"
+    ):
+        assert_replicas_equal(one, axis)
     block = axis.blocks(2)  # the ranks that share a head
     if block.ranks[0] == 0:
         assert_replicas_equal(layer, block)

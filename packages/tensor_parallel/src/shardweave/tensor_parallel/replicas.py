@@ -118,9 +118,8 @@ def _copies(record: Sharding, axis: Axis) -> list[Axis]:
     cutting = [split.axis for split in record.splits if len(set(split.axis.ranks) & set(axis.ranks)) > 1]
     if not cutting:
         return [axis]
-    shared = [part for part in record.partial if part != axis and set(part.ranks) < set(axis.ranks)]
-    if axis in cutting:  # ranks with copies of a slice
-        return shared[:1]
+    if axis in cutting:  # of the ranks that share it, some (perhaps all of them) have copies of one slice
+        return [part for part in record.partial if set(part.ranks) <= set(axis.ranks)][:1]
     if axis in record.partial and all(set(axis.ranks) < set(cut.ranks) for cut in cutting):
         return [axis]  # asked about just those
     if all(cut in axis.factors for cut in cutting):
