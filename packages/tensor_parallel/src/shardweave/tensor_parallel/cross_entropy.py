@@ -93,7 +93,10 @@ class _CrossEntropy(torch.autograd.Function):
         statistics, rows = Statistics(*of_tokens), as_rows(logits)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for part in _chunks(rows):
-            d_rows[part] = statistics.gradient(rows[part], part, ctx.labels, ctx.terms, d_loss)
+            own = d_rows[part]
+            gradient = statistics.gradient(rows[part], part, ctx.labels, ctx.terms, d_loss, out=own)
+            if gradient is not own:
+                own.copy_(gradient)
         return d_rows.view(logits.shape), None, None, None, None
 
 

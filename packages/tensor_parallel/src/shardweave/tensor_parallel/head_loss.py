@@ -72,7 +72,7 @@ def vocab_parallel_head_loss(
     ``ignore_index``, ``z_loss`` and ``label_smoothing`` are those of :func:`vocab_parallel_cross_entropy`, and the
     collectives are the same two, however many chunks there are, beside the gathering of ``x`` (with ``sequence_dim``)
     and the sum of its gradient. ``chunk``: how many tokens' logits are held at once; by default some 8 million
-    numbers' worth on a CPU, 67 million on an accelerator. Forward and backward hold twice that much.
+    numbers' worth on a CPU, 67 million on an accelerator. Forward holds twice that much.
 
     Raises:
         ValueError: when shapes do not fit, an option is out of its range, or a target is outside the vocabulary
@@ -170,9 +170,8 @@ class _Head:
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted.weight else None
         d_bias = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if wanted.bias else None
         for part in self.chunks(rows):
-            d_logits = statistics.gradient(
-                F.linear(rows[part], weight, bias), part, self.labels, self.terms, d_loss
-            )
+            d_logits = F.linear(rows[part], weight, bias)  # the logits, and in their place:
+            d_logits = statistics.gradient(d_logits, part, self.labels, self.terms, d_loss, out=d_logits)
             if d_bias is not None:
                 d_bias.add_(d_logits.sum(0))
             d_logits = d_logits.to(rows.dtype)

@@ -59,6 +59,8 @@ class Labels:
     """Whether it is."""
     valid: Tensor
     """Whether the token counts."""
+    all_valid: bool
+    """Whether all of them are known to; on an accelerator, asking would mean waiting for it."""
 
 
 def labels_here(targets: Tensor, ignore_index: int, split: FeatureSplit) -> Labels:
@@ -72,7 +74,8 @@ def labels_here(targets: Tensor, ignore_index: int, split: FeatureSplit) -> Labe
     check_ids(targets.masked_fill(~valid, 0), split.features, "target")
     column = targets - split.start
     here = valid & (column >= 0) & (column < split.length)
-    return Labels(column.masked_fill(~here, 0), here, valid)
+    all_valid = valid.device.type == "cpu" and bool(valid.all())
+    return Labels(column.masked_fill(~here, 0), here, valid, all_valid)
 
 
 @dataclass(frozen=True)
@@ -83,24 +86,33 @@ class Statistics:
     exponentials: Tensor
 
     def gradient(
-        self, logits: Tensor, part: slice, labels: Labels, terms: LossTerms, d_loss: Tensor
+        self,
+        logits: Tensor,
+        part: slice,
+        labels: Labels,
+        terms: LossTerms,
+        d_loss: Tensor,
+        *,
+        out: Tensor,
     ) -> Tensor:
-        """The gradient of the tokens ``part``: ``[rows, vocab_r]`` like their ``logits``, in a new wide tensor.
+        """The gradient of the tokens ``part``: ``[rows, vocab_r]`` like their ``logits``, float32 or wider.
 
-        ``d_loss``: ``[tokens]``, of all tokens.
+        ``d_loss``: ``[tokens]``, of all tokens. ``out``: where it goes if its dtype is wide enough, and else a new
+        tensor is made; it may be ``logits``, where nobody needs them any more.
         """
         scale, largest, exponentials = d_loss[part], self.largest[part], self.exponentials[part]
         of_softmax = scale  # d loss / d log(s): 1, and the z loss' part
         if terms.z_loss:
             of_softmax = scale * (1 + 2 * terms.z_loss * (exponentials.log() + largest))
-        gradient = (logits.to(largest.dtype) - largest.unsqueeze(-1)).exp_()
-        gradient.mul_((of_softmax / exponentials).unsqueeze(-1))
+        wide, shift = logits.to(largest.dtype), largest.unsqueeze(-1)
+        gradient = torch.sub(wide, shift, out=out) if out.dtype == wide.dtype else wide - shift
+        gradient.exp_().mul_((of_softmax / exponentials).unsqueeze(-1))
         if terms.label_smoothing:
             gradient.sub_((scale * (terms.label_smoothing / terms.vocab_size)).unsqueeze(-1))
         own = torch.where(labels.here[part], scale * (terms.label_smoothing - 1), 0).unsqueeze(-1)
         gradient.scatter_add_(-1, labels.column[part].unsqueeze(-1), own)
         # filled, not multiplied: an ignored token may have logits that are not finite
-        return gradient.masked_fill_(~labels.valid[part].unsqueeze(-1), 0)
+        return gradient if labels.all_valid else gradient.masked_fill_(~labels.valid[part].unsqueeze(-1), 0)
 
 
 class TokenNumbers:
