@@ -240,6 +240,31 @@ def test_what_some_ranks_add_after_finish_reduction(stage: int, more: list[int])
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.ranks(2)
+def test_one_rank_alone_adds_gradients_and_all_forget_them_or_step(stage: int) -> None:
+    """After a reduction, and at stage 3 inside the context, in which ranks may do as they like."""
+    axis = Mesh(dp=2).data
+    net = model()
+    optimizer = make_optimizer(net, torch.optim.SGD, data=axis, stage=stage, lr=0.1, bucket_mb=SMALL)
+    loss_of(net, batch(0, axis.rank)).backward()
+    optimizer.finish_reduction()
+    with optimizer.full_parameters():
+        if axis.is_first:
+            loss_of(net, batch(1, 0)).backward()
+    optimizer.zero_grad()
+    with optimizer.full_parameters():
+        if axis.is_first:
+            loss_of(net, batch(2, 0)).backward()
+    optimizer.step()
+    expected = model()
+    (loss_of(expected, batch(2, 0)) / 2).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    with optimizer.full_parameters():
+        for mine, right in zip(net.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(mine, right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
 def test_an_optimizer_may_be_dropped_with_gradients_on_their_way(stage: int) -> None:
     """The next one's first collective would be taken for a part of what still travels."""
     axis = Mesh(dp=2).data

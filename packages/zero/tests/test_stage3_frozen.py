@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -150,20 +151,98 @@ def test_weights_frozen_on_the_way_are_there_for_every_node_of_a_function(make: 
     assert_as_one_process(Mesh(dp=2).data, make, freeze, units=["inside"], bucket_mb=1)
 
 
-@pytest.mark.ranks(2)
-def test_an_input_that_comes_again_collects_no_hooks() -> None:
-    net = Stack().double()
-    optimizer = ZeroOptimizer(
-        net.named_parameters(),
-        torch.optim.SGD,
-        lr=0.1,
-        stage=3,
-        module=net,
-        data=Mesh(dp=2).data,
-        units=[Adapted],
+class Token:
+    """Lives as long as the graph that it is in."""
+
+
+class Marked(torch.autograd.Function):
+    """Its argument, with a token in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: list[weakref.ref[Token]]) -> Tensor:
+        ctx.token = Token()
+        tokens.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def sharded(net: nn.Module, **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(
+        net.named_parameters(), torch.optim.SGD, lr=0.1, stage=3, module=net, data=Mesh(dp=2).data, **options
     )
+
+
+@pytest.mark.ranks(2)
+def test_an_input_that_comes_again_collects_nothing() -> None:
+    """A leaf, such as a soft prompt, beside activations: forward passes without a backward pass leave no graph."""
+    net = Stack().double()
+    optimizer = sharded(net, units=[Adapted])
     x = batch(0, 0)
+    alive: list[weakref.ref[Token]] = []
+    handle = net.layers[0].register_forward_hook(lambda module, _, out: Marked.apply(out, alive))  # type: ignore[no-untyped-call]
+    for _ in range(3):
+        net(x)
+    assert [token() for token in alive] == [None] * 3
+    handle.remove()
     for _ in range(3):
         net(x).sum().backward()
         optimizer.step()
         assert not x._backward_hooks
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_a_leaf_through_frozen_layers() -> None:
+    """As for adversarial inputs; and twice, through one graph, within a bound."""
+    alone, net = Stack().double(), Stack().double()
+    net.load_state_dict(alone.state_dict())
+    bound = (
+        3 * (WIDTH * WIDTH + WIDTH) + LAYERS * 4 * WIDTH
+    )  # adapters that get no gradient stay to a pass' end
+    optimizer = sharded(net, units=[Adapted], max_live_parameters=bound)
+    with torch.no_grad(), optimizer.full_parameters():
+        for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            theirs.copy_(mine)
+    x = batch(0, 0)
+    (found,) = torch.autograd.grad(net(x).sum(), x)
+    (right,) = torch.autograd.grad(alone(x).sum(), x)
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-14)
+    y = net(x)
+    y.sum().backward(retain_graph=True)
+    y.mean().backward()
+    assert optimizer.live_parameters <= bound
+
+
+class InPlace(nn.Module):
+    """Adds to a part of its input what it has of a frozen bias, as a fused projection's query bias does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH // 2))
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        y[:, : WIDTH // 2].mul_(self.bias)
+        return torch.tanh(y)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.ranks(2)
+def test_weights_that_a_part_of_an_activation_was_multiplied_with_in_place(frozen: bool) -> None:
+    """The backward pass comes through the whole activation, not through the part."""
+
+    def freeze(net: Any) -> None:
+        for layer in net:
+            layer.bias.requires_grad_(not frozen)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(InPlace() for _ in range(5)), nn.Linear(WIDTH, WIDTH))
+
+    def layers(net: Any) -> None:
+        freeze(net[:5])
+
+    bound = 3 * (WIDTH * WIDTH + 2 * WIDTH)
+    assert_as_one_process(Mesh(dp=2).data, make, layers, units=[InPlace], max_live_parameters=bound)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardweave.comm import Axis
+from shardweave.comm import Axis, Mesh
 
-__all__ = ["Axes", "shard_axis"]
+__all__ = ["Axes", "check_axes", "shard_axis"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ class Axes:
             return self.data, self.shard
         copies = self.data.size // self.shard.size
         return reduced, reduced if copies == 1 else reduced.blocks(reduced.size // copies)
+
+
+def check_axes(**given: object) -> None:
+    """TypeError: something else than an axis was given as one; it is named, with what was probably meant."""
+    for name, axis in given.items():
+        if isinstance(axis, Axis) or (axis is None and name != "data"):
+            continue
+        found = type(axis).__name__
+        meant = f"{name}=mesh.{name}" if isinstance(axis, Mesh) else "an axis of a shardweave.comm.Mesh"
+        raise TypeError(f"{name} is a {found}: give {meant}, or Axis.single() where there is one process")
 
 
 def shard_axis(data: Axis, shard: Axis | None) -> Axis:

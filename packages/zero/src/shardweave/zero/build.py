@@ -33,11 +33,13 @@ def build_units(
     *,
     device: torch.device,
     groups: Sequence[int] | None = None,
+    groups_in_words: Sequence[str] = (),
     materializer: Materializer | None = None,
 ) -> tuple[Unit, ...]:
     """Moves the parameters into flat buffers, in forward order; collective over the data and partial axes.
 
-    ``groups``: for stage 3, see :func:`~.layout.plan`. ``materializer``: gives values to parameters on the meta device.
+    ``groups``: for stage 3, see :func:`~.layout.plan`. ``groups_in_words``: settings of the parameter groups, to be
+    alike on all data ranks. ``materializer``: gives values to parameters on the meta device.
     """
     whole = options.ownership == "tensor"
 
@@ -54,7 +56,7 @@ def build_units(
         device=device,
         whole=whole,
     )
-    check_agreement(plans, names, repr(options), data=axes.data, device=device)
+    check_agreement(plans, names, options.in_words(), data=axes.data, device=device, groups=groups_in_words)
 
     def unit(flat: FlatParameters) -> Unit:
         axis, shard_axis = axes.of(flat.plan.key.reduced)

@@ -30,6 +30,23 @@ class Coverage:
         others = [one for module in modules for one in module.parameters() if one.requires_grad]
         self._accounted = {id(parameter): parameter for parameter in (*mine, *others)}
 
+    def left_whole(self, sharded: Iterable[nn.Parameter]) -> str:
+        """What stage 3 should say of frozen parameters that were not given to it, and so are whole on every rank."""
+        known = {id(parameter) for parameter in sharded}
+        left = {
+            name: parameter
+            for module in self._modules
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in known and parameter.is_floating_point() and not self._has_owner(parameter)
+        }
+        if not left:
+            return ""
+        return (
+            f"{len(left)} parameters of the module, {next(iter(left))} among them, are in no group of ZeroOptimizer: "
+            f"all {sum(p.numel() for p in left.values())} elements of them stay whole on every rank at stage 3; give "
+            "them, too (module.parameters()): frozen ones are sharded and not updated"
+        )
+
     def check(self) -> None:
         """ValueError: a parameter that requires gradients is not."""
         for owner in _tree(self._modules):

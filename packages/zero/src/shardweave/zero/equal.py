@@ -49,7 +49,7 @@ def start_equal(
     ]
     plans = plan_units(members, shards=1, bucket_bytes=bucket_bytes(bucket_mb))
     check_agreement(
-        plans, names, "not trained", data=data, device=device, what="frozen parameters or buffers"
+        plans, names, ["not trained"], data=data, device=device, what="frozen parameters or buffers"
     )
     for plan in plans:
         _broadcast(plan, [tensors[slot.index] for slot in plan.slots], plan.key.reduced or data)

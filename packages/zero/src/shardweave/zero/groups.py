@@ -77,6 +77,8 @@ class Given:
     """The trees that the parameters are in, as far as they are known."""
     device: torch.device
     """Where units are; of a rank without parameters too, which takes part in what the others decide."""
+    settings: tuple[str, ...] = ()
+    """Of the groups, in words: rates and the like, which are to be alike on all data ranks."""
 
     @classmethod
     def of(cls, groups: Sequence[Mapping[str, Any]], modules: Sequence[nn.Module]) -> Given:
@@ -95,6 +97,17 @@ class Given:
     def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """In the order of ``parameters``."""
         return [self.names[id(parameter)] for parameter in parameters]
+
+
+def settings_in_words(groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What the groups have beside parameters, as far as it is numbers and text."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return tuple(
+        f"{key}={value!r} in parameter group {number}"
+        for number, group in enumerate(groups)
+        for key, value in sorted(group.items())
+        if key != "params" and isinstance(value, plain)
+    )
 
 
 def is_place(name: str) -> bool:

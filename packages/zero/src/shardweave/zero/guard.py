@@ -27,7 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-__all__ = ["GuardedParameter", "Resident", "guard", "resident_of", "tensors", "unguard", "watch_outputs"]
+__all__ = [
+    "GuardedParameter",
+    "Resident",
+    "guard",
+    "mapped",
+    "resident_of",
+    "tensors",
+    "unguard",
+    "watch_outputs",
+]
 
 _ATTRIBUTE = "_shardweave_resident"
 
@@ -242,6 +251,10 @@ def _watch(tensor: Tensor, resident: Resident, before: Collection[Node]) -> None
     node = tensor.grad_fn
     if node is not None and node.name() != _BLIND_NODE:
         _ask_before(node, resident, before)
+        # What was written to in place may be a part of another tensor, and the pass come through that one.
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and base.grad_fn not in before:
+            _ask_before(base.grad_fn, resident, before)
 
 
 def watch_outputs(outputs: Any, resident: Resident, inputs: Any) -> None:
@@ -279,8 +292,9 @@ def _between(last: Node, before: Collection[Node]) -> list[Node]:
 
 
 def _nodes(values: Any) -> list[Node]:
-    """The autograd nodes of all tensors in it."""
-    return [tensor.grad_fn for tensor in tensors(values) if tensor.grad_fn is not None]
+    """The autograd nodes of all tensors in it, and of those that they are views of."""
+    found = [one for tensor in tensors(values) for one in (tensor, tensor._base) if one is not None]
+    return [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
 
 
 def _gradients(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -361,3 +375,14 @@ def tensors(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors(item)
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with ``function`` of every tensor in it, however deep in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(function, item) for item in value)
+    if type(value) is dict:
+        return {key: mapped(function, item) for key, item in value.items()}
+    return value

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,8 @@ class Holdings:
         self.num_groups = self._largest(given.num_groups)
         """Parameter groups, on the rank that has most."""
         self._coverage = Coverage(given.modules, every, claimed)
+        if self._parts and (left := self._coverage.left_whole(every)):
+            warnings.warn(left, stacklevel=3)
         self._listen()
 
     # -- between steps ---------------------------------------------------------------------------------
@@ -113,7 +115,8 @@ class Holdings:
                 self._leave_to_reducing()
             completed = True
         finally:
-            order.end_accumulation(completed=completed)
+            with self._together():
+                order.end_accumulation(completed=completed)
 
     @contextmanager
     def whole(self, module: nn.Module | None) -> Iterator[None]:
@@ -121,8 +124,15 @@ class Holdings:
         if self.gathered is None:
             yield
             return
+        order = self._reducer.order
         with self.gathered.whole(module):
-            yield
+            order.collecting = (
+                True  # ranks may do as they like inside, and so launch nothing that others do not
+            )
+            try:
+                yield
+            finally:
+                order.collecting = self._reduced or self.gathered.residency.contexts > 1
 
     @property
     def live_parameters(self) -> int:
@@ -163,7 +173,8 @@ class Holdings:
             unit: unit.present | unit.local.arrived | self._consumed.get(unit, set()) for unit in self.units
         }
         self._consumed = {}
-        self._reducer.discard()
+        with self._together():
+            self._reducer.discard()
         for unit, present in had.items():
             unit.present = present if keep_present else set()
         self._let_go()
@@ -209,8 +220,9 @@ class Holdings:
     def reduce(self) -> None:
         """Reduces what is left of the gradients, if some rank has any; collective."""
         self._leave_to_reducing()
-        if not self._reduced or self._largest(self._reducer.order.late):
-            self._reducer.finish()
+        with self._together():
+            if not self._reduced or self._largest(self._reducer.order.late):
+                self._reducer.finish()
         self._reduced = self._reducer.order.collecting = True
 
     def summarize(self, *, with_presence: bool) -> Summary:
@@ -218,13 +230,14 @@ class Holdings:
 
         ``with_presence``: a parameter without a gradient is likely.
         """
-        summary = self._summarize(with_presence)
-        if summary.changed:
-            self._take_in()
-        if summary.late:
-            self._reducer.finish()
-        if summary.changed or summary.late:
+        with self._together():
             summary = self._summarize(with_presence)
+            if summary.changed:
+                self._take_in()
+            if summary.late:
+                self._reducer.finish()
+            if summary.changed or summary.late:
+                summary = self._summarize(with_presence)
         return summary
 
     def take_in_unfrozen(self) -> None:
@@ -284,6 +297,10 @@ class Holdings:
         if self.gathered is not None:
             self.gathered.reducing()
 
+    def _together(self) -> AbstractContextManager[None]:
+        """Around what all ranks do, so that one of them that does something else is told."""
+        return nullcontext() if self.gathered is None else self.gathered.waiting_to_reduce()
+
     def _summarize(self, with_presence: bool) -> Summary:
         present = presence(self.units, self._given.device) if with_presence else None
         missing = num_missing(self.units)
@@ -341,6 +358,7 @@ class Holdings:
             self._make_optimizer,
             device=self._given.device,
             groups=unit_numbers(self._parts, parameters) if self._parts else None,
+            groups_in_words=self._given.settings,
             materializer=self._materializer(),
         )
         for unit in units:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Sharding, all_gather, sharding_of
+from shardweave.comm import Axis, Sharding, all_gather, gather_values, sharding_of
 
 from .flat import memory_runs
 from .groups import is_place
@@ -122,32 +123,44 @@ def known_name(name: str) -> str:
 def check_agreement(
     plans: Sequence[UnitPlan],
     names: Sequence[str],
-    settings: str,
+    settings: Sequence[str],
     *,
     data: Axis,
     device: torch.device,
     what: str = "parameters",
+    groups: Sequence[str] = (),
 ) -> None:
     """Raises, on all ranks of the axis, when units that are reduced together were not planned alike.
 
-    Ranks that cut their buffers differently would add up unrelated numbers, or hang. Compared are a digest
-    of all units on the data axis, of which units with experts are alike over the whole of it too, and of the units with
-    a partial axis on that axis. ``device``: to compare on; a rank without units takes part as well. ``what``: they are
-    made of, for the message.
+    Ranks that cut their buffers differently would add up unrelated numbers, or hang. Compared are ``settings`` and all
+    units on the data axis, of which units with experts are alike over the whole of it too, and of the units with a
+    partial axis on that axis; on the data axis ``groups``, too, the settings of the parameter groups. ``device``: to
+    compare on; a rank without units takes part as well. ``what``: they are made of, for the message, which says the
+    first thing that differs.
     """
     for axis in [data, *partial_axes(plans)]:
         mine = [unit for unit in plans if axis == data or axis in unit.key.partial]
         # Names need not be given, and are given by place: only those from records are the same everywhere.
-        text = settings + repr([_describe(unit, names, placed=axis == data) for unit in mine])
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        described = [fact for unit in mine for fact in _describe(unit, names, placed=axis == data)]
+        facts = [*settings, *(groups if axis == data else ()), *described]
+        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7])
         digests = all_gather(torch.tensor([digest], device=device), axis).tolist()
         if len(set(digests)) > 1:
+            told = gather_values(facts, axis)
+            position = next(p for p, other in enumerate(digests) if other != digests[0])
             different = [axis.ranks[p] for p, other in enumerate(digests) if other != digests[0]]
             raise ValueError(
                 f"the {what} given to ZeroOptimizer differ over axis {axis.name!r}: global ranks {different} "
-                f"have other shapes, order, dtypes or settings than rank {axis.ranks[0]}; this rank has "
-                f"{sum(len(unit.slots) for unit in mine)} {what} in {len(mine)} units there"
+                f"have other shapes, order, dtypes or settings than rank {axis.ranks[0]}; rank {axis.ranks[position]} "
+                f"has {_first_difference(told[position], told[0])}"
             )
+
+
+def _first_difference(mine: Sequence[str], others: Sequence[str]) -> str:
+    for own, theirs in zip_longest(mine, others, fillvalue="nothing more"):
+        if own != theirs:
+            return f"{own} where that one has {theirs}"
+    return "the same in other words"
 
 
 def _check_reduced(record: Sharding, name: str, data: Axis) -> None:
@@ -182,7 +195,9 @@ def _placement(record: Sharding) -> tuple[object, ...]:
     return splits, record.reduced, *several
 
 
-def _describe(unit: UnitPlan, names: Sequence[str], *, placed: bool) -> tuple[object, ...]:
-    shapes = [(slot.start, slot.shape, names[slot.index] if placed else "") for slot in unit.slots]
+def _describe(unit: UnitPlan, names: Sequence[str], *, placed: bool) -> Iterator[str]:
+    for slot in unit.slots:
+        yield f"{names[slot.index] if placed else 'a parameter'} of shape {slot.shape} and {unit.key.dtype}"
     reduced = None if unit.key.reduced is None else unit.key.reduced.size
-    return str(unit.key.dtype), reduced, unit.length, unit.shards, unit.cuts, shapes
+    starts = [slot.start for slot in unit.slots]
+    yield f"a unit of {unit.length} in {unit.shards} parts, cut at {unit.cuts}, with {starts}, reduced over {reduced}"

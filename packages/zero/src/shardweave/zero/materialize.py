@@ -63,7 +63,11 @@ class Materializer:
     def _check(self) -> None:
         """Before anything is done: without ``initialize`` every module has to know how."""
         if self._initialize is None:
-            unable = [name for name, module in self._left if not hasattr(module, "reset_parameters")]
+            unable = [
+                name or "the root module"
+                for name, module in self._left
+                if not hasattr(module, "reset_parameters")
+            ]
             if unable:
                 raise ValueError(
                     f"{', '.join(unable[:5])}: on the meta device and "

@@ -19,17 +19,18 @@ Everything else that touches a parameter is the guard's (``guard.py``).
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from shardweave.comm import Subscription, gradient_work
 
-from .guard import tensors, watch_outputs
+from .guard import mapped, watch_outputs
 from .residency import Member, Residency
 
 __all__ = ["ModuleHooks"]
@@ -81,8 +82,8 @@ class ModuleHooks:
         for handle in [*self._handles, *self._subscriptions]:
             handle.remove()
 
-    def _entering(self, members: Sequence[Member]) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any, keywords: Any) -> None:
+    def _entering(self, members: Sequence[Member]) -> Callable[..., Any]:
+        def enter(module: nn.Module, arguments: Any, keywords: Any) -> Any:
             self._running.append(module)
             depth = len(self._running)
             if not self._compiled and _in_compiled_code():
@@ -94,24 +95,42 @@ class ModuleHooks:
             else:
                 inside = tuple(members)
                 self._residency.enter(inside, outermost=depth == 1)
-            if torch.is_grad_enabled() and any(member.frozen for member in inside):
-                self._tell_when_passed(
-                    module, [member for member in inside if member.frozen], (arguments, keywords)
-                )
+            frozen = [member for member in inside if member.frozen] if torch.is_grad_enabled() else []
+            return self._watch_inputs(module, frozen, arguments, keywords) if frozen else None
 
         return enter
 
-    def _tell_when_passed(self, module: nn.Module, members: Sequence[Member], inputs: Any) -> None:
-        """When a backward pass has the gradients of a module's inputs, it has read what the module has."""
-        wanted = [tensor for tensor in tensors(inputs) if tensor.requires_grad]
+    def _watch_inputs(
+        self, module: nn.Module, members: Sequence[Member], arguments: Any, keywords: Any
+    ) -> tuple[Any, Any]:
+        """The inputs, of which a backward pass tells when it has come to them: it has read what the module has then.
 
-        def tell(gradients: Any) -> None:
-            handle.remove()  # an input may be a leaf, which comes again
-            for member in members:
-                self._residency.passed(member, id(module))
+        They are views, as a hook on an input itself would wait for what others make of it too, and stay with a leaf.
+        """
+        residency, owner = weakref.ref(self._residency), id(module)
+        numbers = [member.number for member in members]
+        there: set[int] = set()
+        came: set[int] = set()
 
-        if wanted:
-            handle = torch.autograd.graph.register_multi_grad_hook(wanted, tell)
+        def view(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                return tensor
+            seen, place = tensor.view_as(tensor), len(there)
+            there.add(place)
+
+            def tell(*gradients: Any) -> None:
+                came.add(place)
+                alive = residency()
+                if alive is not None and came >= there:
+                    came.clear()
+                    for number in numbers:
+                        alive.passed(alive.members[number], owner)
+
+            assert seen.grad_fn is not None
+            seen.grad_fn.register_hook(tell)
+            return seen
+
+        return mapped(view, arguments), mapped(view, keywords)
 
     def _leaving(self, members: Sequence[Member], *, is_root: bool) -> Callable[..., None]:
         def leave(module: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
@@ -142,12 +161,12 @@ class ModuleHooks:
 class _Hook:
     """A hook of one module: a copy of the module, or what is saved of it, has none."""
 
-    def __init__(self, run: Callable[..., None]) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
     @_disable_dynamo
-    def __call__(self, *arguments: Any) -> None:
-        self._run(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        return self._run(*arguments)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(_nothing)

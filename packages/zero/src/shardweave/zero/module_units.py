@@ -20,8 +20,8 @@ from torch import nn
 
 __all__ = ["ModuleUnit", "UnitChoice", "module_limit", "module_units", "unit_numbers"]
 
-UnitChoice = Sequence[type[nn.Module] | str | nn.Module]
-"""Modules that are units: by class, by name in the tree, or themselves."""
+UnitChoice = type[nn.Module] | str | nn.Module | Sequence[type[nn.Module] | str | nn.Module]
+"""Modules that are units: by class, by name in the tree, or themselves; one, or several."""
 
 _SMALL = 64
 """A module with less than this part of all parameters goes to the module around it, ..."""
@@ -131,7 +131,8 @@ def _repeats(module: nn.Module) -> bool:
 def _chosen(roots: Sequence[nn.Module], choice: UnitChoice) -> set[int]:
     named = {name: module for root in reversed(roots) for name, module in root.named_modules()}
     found: set[int] = set()
-    for item in choice:
+    items = (choice,) if isinstance(choice, (str, type, nn.Module)) else tuple(choice)
+    for item in items:
         if isinstance(item, str):
             matches = [named[item]] if item in named else []
         elif isinstance(item, nn.Module):

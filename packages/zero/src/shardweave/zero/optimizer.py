@@ -28,8 +28,10 @@ How stage 3 is put together, ``stage3.py`` says.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -41,7 +43,7 @@ from torch.optim import Optimizer
 from shardweave.comm import Axis, Compression
 
 from . import state
-from .axes import Axes, shard_axis
+from .axes import Axes, check_axes, shard_axis
 from .compression import (
     UnitResiduals,
     compression_counters,
@@ -49,7 +51,7 @@ from .compression import (
     local_residuals,
     unit_residuals,
 )
-from .groups import Given, in_words, listed
+from .groups import Given, in_words, listed, settings_in_words
 from .holdings import Holdings
 from .loss_scale import LossScale, Scaler
 from .materialize import Initialize
@@ -123,7 +125,9 @@ class ZeroOptimizer(Optimizer):
     reads ``None`` from then on; to look at gradients or edit them, run ``backward`` in :meth:`accumulate`.
 
     ``step`` consumes the gradients, also when it skips; ``zero_grad`` after it is allowed and does nothing more, and
-    ``module.zero_grad()`` is as good. Other than with torch, no gradient is left to be added to the next step's.
+    there ``module.zero_grad()`` is as good. Other than with torch, no gradient is left to be added to the next step's.
+    To forget gradients before a step, call :meth:`zero_grad` of the optimizer: the module does not have them any more.
+    For the same reason ``torch.nn.utils.clip_grad_norm_`` before a step finds nothing to clip: give ``clip``.
     """
 
     def __init__(
@@ -175,6 +179,7 @@ class ZeroOptimizer(Optimizer):
                 persistent_parameters=persistent_parameters,
             ),
         )
+        check_axes(data=data, model=model, shard=shard)
         modules = _listed_modules(module)
         if stage == 3 and not modules:
             raise ValueError(
@@ -493,11 +498,17 @@ class ZeroOptimizer(Optimizer):
         spoken = arguments.keys() | {key for group in self.param_groups for key in group}
         arguments.update(fused_by_default(self._kind, {p.device for p in given.parameters}, spoken))
         # Built over nothing, to ask it for its defaults and to have it refuse wrong arguments now.
-        self.defaults = self._kind([{"params": []}], **arguments).defaults
+        try:
+            self.defaults = self._kind([{"params": []}], **arguments).defaults
+        except TypeError as error:
+            error.add_note(
+                f"ZeroOptimizer's own arguments are {', '.join(_OWN)}; all others go to {self._kind.__name__}"
+            )
+            raise
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        return given
+        return replace(given, settings=settings_in_words(self.param_groups))
 
     def _check_updates(self, arguments: Mapping[str, Any]) -> None:
         """Raises where torch's optimizer cannot work on what a rank has of a parameter."""
@@ -536,6 +547,13 @@ class ZeroOptimizer(Optimizer):
             "shard_size": self._axes.shard.size,
             "workers": compression_counters(self._options.compression, self._axes.data, 0).get("workers", 0),
         }
+
+
+_OWN = tuple(
+    name
+    for name, parameter in inspect.signature(ZeroOptimizer.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 def _listed_modules(module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module, ...]:

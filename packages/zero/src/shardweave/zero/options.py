@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from shardweave.comm import Compression
@@ -130,6 +130,10 @@ class Options:
                 f"MixedPrecision(reduction={self.precision.reduction}) has no effect with compression, which has its "
                 "own format on the wire; leave one of them out"
             )
+
+    def in_words(self) -> list[str]:
+        """Each of them, to compare ranks."""
+        return [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self)]
 
     def eager(self, whole_bytes: int) -> bool:
         """Whether each micro-batch is reduced, so that no whole gradient outlives it.

@@ -29,7 +29,7 @@ unit that is needed would go beyond ``max_live_parameters``, idle ones are relea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -216,6 +216,8 @@ class Residency:
         if task >= 0:
             self._pin(member, task)
             return
+        if self._always(member) and member.flat.whole:
+            return
         strays, self._strays = self._strays, [member]
         for stray in strays:
             if stray is not member and any(stray is other for other in along):
@@ -251,10 +253,16 @@ class Residency:
             self._surprise = self._surprise or self._words()
         self._settle()
 
+    def waiting_to_reduce(self) -> AbstractContextManager[None]:
+        """Around reducing: a rank that gathers something instead, and asks, is told."""
+        return self._same.waiting("nothing before gradients are reduced")
+
     @contextmanager
     def whole(self, wanted: Sequence[Member]) -> Iterator[None]:
         """Everything of ``wanted`` is gathered inside, whatever the bound; collective."""
-        self._surprise = self._surprise or f"the parameters of {len(wanted)} units, in full_parameters()"
+        every = len(wanted) == len(self.members)
+        labels = "everything" if every else " and ".join(member.label for member in wanted)
+        self._surprise = self._surprise or f"{labels}, in full_parameters()"
         self._settle()
         self.contexts += 1
         for member in wanted:

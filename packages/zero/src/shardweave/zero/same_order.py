@@ -115,7 +115,7 @@ class SameOrder:
     def _apart(self, what: str, rank: int, theirs: str) -> str:
         return (
             f"{self._about_to(what)}, and rank {self._axis.ranks[rank]} to gather {theirs}: at stage 3 all data ranks "
-            "have to use the same modules in the same order"
+            "have to use the same modules in the same order, or go into full_parameters()"
         )
 
     def _about_to(self, what: str) -> str:

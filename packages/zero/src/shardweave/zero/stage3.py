@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
@@ -85,6 +85,10 @@ class GatheredUnits:
     def reducing(self) -> None:
         """Gradients are about to be reduced, which takes all ranks as well."""
         self.residency.reducing()
+
+    def waiting_to_reduce(self) -> AbstractContextManager[None]:
+        """Around what ranks do together then."""
+        return self.residency.waiting_to_reduce()
 
     def listen(self) -> None:
         """Something was frozen or unfrozen."""

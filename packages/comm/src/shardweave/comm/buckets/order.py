@@ -169,7 +169,7 @@ class OrderedReduction:
             local.adopt(slot)  # nothing travels, and until the step everyone can look at .grad
         elif gradient_work(parameter).final or (self._eager and self._accumulating):
             local.adopt(slot, final=True)
-            self._touched = True
+            self._touched = self._touched or not self.collecting
             ready = self._ready[number]
             ready.add(slot)
             if not self.collecting:

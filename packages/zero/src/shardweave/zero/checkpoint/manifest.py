@@ -29,6 +29,7 @@ import torch
 from shardweave.comm import Rectangle
 
 from .errors import CheckpointError
+from .plain import from_plain, to_plain
 
 __all__ = ["FORMAT", "Chunk", "FileEntry", "Group", "Manifest", "TensorEntry"]
 
@@ -100,7 +101,7 @@ class Manifest:
         blocks = {
             "format": FORMAT,
             "ranks": self.ranks,
-            "values": self.values,
+            "values": to_plain(self.values),
             "optimizer": self.optimizer,
             "groups": [asdict(group) for group in self.groups],
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
@@ -135,7 +136,7 @@ class Manifest:
                 ),
                 optimizer=dict(raw["optimizer"]),
                 ranks=int(raw["ranks"]),
-                values=dict(raw["values"]),
+                values=dict(from_plain(raw["values"])),
             )
             for file in found.files.values():
                 if not (isinstance(file.bytes, int) and isinstance(file.sha256, str)):

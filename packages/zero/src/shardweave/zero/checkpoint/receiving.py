@@ -60,6 +60,8 @@ class Request:
         arrived: dict[str, Any] = {}
         for key, entry in states.items():
             own = entry.shape != values.shape  # a row's statistics, say
+            if own and self._manifest.tensors[piece.name].shape != values.shape:
+                continue  # another model, as was said of the parameter itself
             if own and not piece.whole:
                 self.problems.append(
                     f"{key} of {piece.name} is {entry.shape} there, and the optimizer here sees parts of parameters; "

@@ -24,6 +24,7 @@ from .contents import contents_of, merge_groups, merge_scalars
 from .errors import CheckpointWriteError
 from .manifest import Manifest
 from .placed import Placed, PlacedTensors
+from .plain import to_plain
 from .planning import PlacedSavePlanner
 from .residuals import residual_tensors
 from .storage import Writer
@@ -141,7 +142,7 @@ def _problems_of_first(path: Path, values: Mapping[str, Any]) -> list[str]:
     except (OSError, ValueError) as error:
         found.append(str(error))
     try:
-        json.dumps(values, allow_nan=False)
+        json.dumps(to_plain(values), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         found.append(f"values: {error}; give numbers, text, lists and dicts, as JSON holds them")
     return found
