@@ -181,7 +181,7 @@ class Parallel(_Block):
     pipeline: Ranks = 1
     """Stages the layers are spread over."""
     context: Ranks = 1
-    """Ranks that share every sequence."""
+    """Ranks that share every sequence, by ring attention; twice as many have to divide `model.sequence`."""
     expert: Ranks = 1
     """Ranks that share the experts of one layer."""
     sequence: Flag = True
