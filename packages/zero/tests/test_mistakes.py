@@ -40,14 +40,14 @@ def test_an_argument_that_nobody_has() -> None:
 def test_ranks_with_other_rates_and_settings() -> None:
     """Copies would part, or shards be trained at rates of their own."""
     data = Mesh(dp=2).data
-    different: dict[str, Any]
-    for different, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"lr": 0.1 * (1 + data.rank)},
             r"rank 1 has lr=0\.2 in parameter group 0 where that one has lr=0\.1",
         ),
         ({"lr": 0.1, "clip": 1.0 + data.rank}, r"rank 1 has clip=2\.0 where that one has clip=1\.0"),
-    ):
+    ]
+    for different, words in cases:
         with pytest.raises(ValueError, match=words):
             ZeroOptimizer([nn.Parameter(torch.zeros(3))], SGD, data=data, **different)
     shape = (3, 2 + data.rank)
