@@ -64,7 +64,7 @@ def test_frozen_parameters_that_stage_three_was_not_given() -> None:
     net[0].requires_grad_(False)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     with pytest.warns(
-        UserWarning, match=r"2 parameters of the module, 0\.weight among them, .* all 20 elements"
+        UserWarning, match=r"2 frozen parameters of the module, 0\.weight among them, .* all 20 elements"
     ):
         ZeroOptimizer(trained, SGD, data=data, stage=3, module=net, lr=0.1)
     with warnings.catch_warnings():

@@ -37,13 +37,13 @@ class Coverage:
             name: parameter
             for module in self._modules
             for name, parameter in module.named_parameters()
-            if id(parameter) not in known and parameter.is_floating_point() and not self._has_owner(parameter)
+            if id(parameter) not in known and parameter.is_floating_point() and not parameter.requires_grad
         }
         if not left:
             return ""
         return (
-            f"{len(left)} parameters of the module, {next(iter(left))} among them, are in no group of ZeroOptimizer: "
-            f"all {sum(p.numel() for p in left.values())} elements of them stay whole on every rank at stage 3; give "
+            f"{len(left)} frozen parameters of the module, {next(iter(left))} among them, are in no group of "
+            f"ZeroOptimizer: all {sum(p.numel() for p in left.values())} elements of them stay whole on every rank at stage 3; give "
             "them, too (module.parameters()): frozen ones are sharded and not updated"
         )
 
