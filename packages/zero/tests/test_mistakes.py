@@ -60,11 +60,11 @@ def test_ranks_with_other_rates_and_settings() -> None:
 @pytest.mark.ranks(2)
 def test_frozen_parameters_that_stage_three_was_not_given() -> None:
     data = Mesh(dp=2).data
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     net[0].requires_grad_(False)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     with pytest.warns(
-        UserWarning, match=r"2 frozen parameters of the module, 0\.weight among them, .* all 20 elements"
+        UserWarning, match=r"2 frozen parameters of the module, 0\.weight among them, .* all 40 elements"
     ):
         ZeroOptimizer(trained, SGD, data=data, stage=3, module=net, lr=0.1)
     with warnings.catch_warnings():
