@@ -99,10 +99,13 @@ PACKAGES = sorted(REQUIRES, key=lambda package: (len(closure(package)), package)
 
 
 def pip_install(session: nox.Session, *arguments: str) -> None:
-    """Installs into the session's environment, with the repository's pins."""
+    """Installs into the session's environment, with the repository's pins.
+
+    Python compiles what is imported, which is a small part of what is installed.
+    """
     session.run_install(
-        "python", "-m", "pip", "install", "--quiet", "--no-build-isolation", "-c", str(CONSTRAINTS),
-        *arguments, env=ENVIRONMENT,
+        "python", "-m", "pip", "install", "--quiet", "--no-compile", "--no-build-isolation", "-c",
+        str(CONSTRAINTS), *arguments, env=ENVIRONMENT,
     )  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def build_base(session: nox.Session) -> None:
     session.run_install(sys.executable, "-m", "venv", str(BASE), external=True)
     python = str(BASE / ("Scripts" if os.name == "nt" else "bin") / "python")
     session.run_install(
-        python, "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS), *BASE_REQUIREMENTS,
+        python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS), *BASE_REQUIREMENTS,
         env=ENVIRONMENT, external=True,
     )  # fmt: skip
     stamp.write_text(wanted, encoding="utf-8")
