@@ -109,8 +109,8 @@ def test_bytes_of_live_tensors_are_those_of_the_formulas(ranks: int) -> None:
 
     Of those, one is of the unit whose gradients arrive (below stage 2 they are in the formula), one of the unit on its
     way, and one what is received for that; or, in the step, a unit's gradient in the masters' format. A layer's
-    gradient comes on top, and a piece of a conversion to float32; at stage 3 ``max_live_parameters``. Four ranks try one
-    of the formats.
+    gradient comes on top, and a piece of a conversion to float32; at stage 3 ``max_live_parameters``. Four ranks try
+    one of the formats.
     """
     axis = Mesh(dp=ranks).data
     for formats in list(FORMULAS)[: None if ranks == 2 else 1]:
