@@ -35,7 +35,7 @@ from shardweave.comm import Axis
 from .adjacency import joined
 from .weights import ReadAgain, now_or_later, queue_of
 
-__all__ = ["column_linear", "row_linear"]
+__all__ = ["autocast_dtype", "column_linear", "row_linear"]
 
 
 def column_linear(
@@ -267,10 +267,10 @@ def new_call(
             f"sequence_dim {sequence_dim} of an input of shape {tuple(x.shape)}: "
             f"it must be a leading dimension, 0 to {x.dim() - 2}"
         )
-    return Call(axis, sequence_dim if axis.size > 1 else None, num_weights, _autocast_dtype(x), keep_inputs)
+    return Call(axis, sequence_dim if axis.size > 1 else None, num_weights, autocast_dtype(x), keep_inputs)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which autocast wants this product, as for ``F.linear``; double precision is left alone."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):

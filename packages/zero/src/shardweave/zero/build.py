@@ -18,7 +18,7 @@ from .materialize import Materializer
 from .options import Options
 from .shards import Piece
 from .unit import Unit
-from .units import UnitKey, partial_axes
+from .units import partial_axes
 
 __all__ = ["build_units"]
 
@@ -41,20 +41,15 @@ def build_units(
     ``groups``: for stage 3, see :func:`~.layout.plan`. ``groups_in_words``: settings of the parameter groups, to be
     alike on all data ranks. ``materializer``: gives values to parameters on the meta device.
     """
-    whole = options.ownership == "tensor"
-
-    def shards(key: UnitKey) -> int:
-        return axes.of(key.reduced)[1].size if options.stage > 0 else 1
-
     plans = plan(
         parameters,
         names,
         data=axes.data,
-        shards=shards(UnitKey(torch.float32, device)) if whole else shards,
+        shards=axes.shard.size if options.stage > 0 else 1,
         bucket_mb=options.bucket_mb,
         groups=groups,
         device=device,
-        whole=whole,
+        whole=options.ownership == "tensor",
     )
     check_agreement(plans, names, options.in_words(), data=axes.data, device=device, groups=groups_in_words)
 

@@ -207,6 +207,8 @@ _BLIND_NODE = "EmbeddingBackward0"
 """Does not read the weight in the backward pass. (Many others do not either, but may stand for others behind them:
 ``F.linear`` ends with a view of a product.)"""
 _LEAF = "torch::autograd::AccumulateGrad"
+_WRITTEN = "torch::autograd::CopySlices"
+"""Of a tensor a part of which was written to in place."""
 
 
 _GRAD = inspect.signature(torch.autograd.grad)
@@ -252,9 +254,9 @@ def _watch(tensor: Tensor, resident: Resident, before: Collection[Node]) -> None
     if node is not None and node.name() != _BLIND_NODE:
         _ask_before(node, resident, before)
         # What was written to in place may be a part of another tensor, and the pass come through that one.
-        base = tensor._base
-        if base is not None and base.grad_fn is not None and base.grad_fn not in before:
-            _ask_before(base.grad_fn, resident, before)
+        whole = None if tensor._base is None else tensor._base.grad_fn
+        if whole is not None and whole.name() == _WRITTEN and whole not in before:
+            _ask_before(whole, resident, before)
 
 
 def watch_outputs(outputs: Any, resident: Resident, inputs: Any) -> None:

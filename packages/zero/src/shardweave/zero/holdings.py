@@ -124,15 +124,12 @@ class Holdings:
         if self.gathered is None:
             yield
             return
-        order = self._reducer.order
-        with self.gathered.whole(module):
-            order.collecting = (
-                True  # ranks may do as they like inside, and so launch nothing that others do not
-            )
-            try:
+        try:
+            with self.gathered.whole(module):
+                self._hold_launches()
                 yield
-            finally:
-                order.collecting = self._reduced or self.gathered.residency.contexts > 1
+        finally:
+            self._hold_launches()
 
     @property
     def live_parameters(self) -> int:
@@ -223,7 +220,8 @@ class Holdings:
         with self._together():
             if not self._reduced or self._largest(self._reducer.order.late):
                 self._reducer.finish()
-        self._reduced = self._reducer.order.collecting = True
+        self._reduced = True
+        self._hold_launches()
 
     def summarize(self, *, with_presence: bool) -> Summary:
         """The state that all ranks agree on, after what is late, or trained since, was reduced as well.
@@ -297,6 +295,12 @@ class Holdings:
         if self.gathered is not None:
             self.gathered.reducing()
 
+    def _hold_launches(self) -> None:
+        """No reduction is launched that other ranks may not know of: what comes after all was reduced, and inside of a
+        context, in which each rank does as it likes."""
+        apart = self.gathered is not None and self.gathered.residency.contexts > 0
+        self._reducer.order.collecting = self._reduced or apart
+
     def _together(self) -> AbstractContextManager[None]:
         """Around what all ranks do, so that one of them that does something else is told."""
         return nullcontext() if self.gathered is None else self.gathered.waiting_to_reduce()
@@ -318,7 +322,8 @@ class Holdings:
 
     def _let_go(self) -> None:
         """Of what only gradients needed: there are none any more."""
-        self._reduced = self._reducer.order.collecting = False
+        self._reduced = False
+        self._hold_launches()
         self.unfreezing.drop_gradients()
         if self.gathered is not None:
             self.gathered.residency.let_go()
@@ -390,7 +395,7 @@ class Holdings:
         whole = sum(unit.plan.length * unit.formats.gradients.itemsize for unit in trained)
         self._eager = self._options.eager(whole)
         self._reducer = self._reduces(trained, eager=self._eager)
-        self._reducer.order.collecting = self._reduced
+        self._hold_launches()
         self._note_frozen()
         self._norm = NormRanges(
             self.units,

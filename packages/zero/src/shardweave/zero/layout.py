@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -80,7 +80,7 @@ def plan(
     names: Sequence[str],
     *,
     data: Axis,
-    shards: int | Callable[[UnitKey], int],
+    shards: int,
     bucket_mb: float | None,
     groups: Sequence[int] | None = None,
     device: torch.device | None = None,
@@ -108,11 +108,12 @@ def unit_key(parameter: Tensor, data: Axis) -> UnitKey:
     """What the parameters of a unit have in common, of one of them."""
     record = sharding_of(parameter)
     reduced = None if record.reduced is None or record.reduced.size == data.size else record.reduced
+    spread = 1 if reduced is None else data.size // reduced.size
     # What lies inside the axis that is reduced over is summed with it.
     inside = reduced or data
     partial = tuple(axis for axis in record.partial if axis.size > 1 and not inside.contains(axis))
     tied = record.tied if record.tied is not None and record.tied.size > 1 else None
-    return UnitKey(parameter.dtype, parameter.device, partial, tied, reduced)
+    return UnitKey(parameter.dtype, parameter.device, partial, tied, reduced, spread)
 
 
 def known_name(name: str) -> str:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,8 @@ class UnitKey:
     """The ranks that hold a copy of the unit in another place of the model."""
     reduced: Axis | None = None
     """What gradients are reduced over, where it is a part of the data axis; see :class:`~shardweave.comm.Sharding`."""
+    spread: int = 1
+    """How many data ranks hold different ones in its place: so many times fewer hold, and shard, the same."""
 
 
 @dataclass(frozen=True)
@@ -158,17 +160,13 @@ class UnitPlan:
 
 
 def plan_units(
-    members: Sequence[Member],
-    *,
-    shards: int | Callable[[UnitKey], int],
-    bucket_bytes: int | None,
-    whole: bool = False,
+    members: Sequence[Member], *, shards: int, bucket_bytes: int | None, whole: bool = False
 ) -> tuple[UnitPlan, ...]:
     """Lays the members out in units of at most ``bucket_bytes``, in order of their first parameter.
 
     A parameter (or a run of parameters that has to stay together) larger than that is a unit of its own. ``None``: see
-    [Note: Sizes of units]. ``shards``: the number of equal parts each unit is cut into, or of each kind of unit.
-    ``whole``: no parameter is cut, see [Note: Whole tensors]; then units are of one kind.
+    [Note: Sizes of units]. ``shards``: the number of equal parts each unit is cut into, where it is not spread.
+    ``whole``: no parameter is cut, see [Note: Whole tensors].
     """
     streams: dict[tuple[UnitKey, int], list[Member]] = {}
     for member in members:
@@ -180,11 +178,10 @@ def plan_units(
             stream.sort(key=lambda member: member.name)
         bytes_ = _default_bytes(stream) if bucket_bytes is None else bucket_bytes
         units += _fill(_runs(stream), bytes_ // key.dtype.itemsize)
-    if whole and isinstance(shards, int) and shards > 1:
+    if whole and shards > 1:
         plans = _lay_out_whole(units, shards)
     else:
-        parts = [shards if isinstance(shards, int) else shards(unit[0][0].key) for unit in units]
-        plans = [_lay_out(unit, number) for unit, number in zip(units, parts, strict=True)]
+        plans = [_lay_out(unit, max(1, shards // unit[0][0].key.spread)) for unit in units]
     return tuple(sorted(plans, key=lambda unit: unit.first_index))
 
 

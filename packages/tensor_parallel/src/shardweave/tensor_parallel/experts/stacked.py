@@ -18,6 +18,7 @@ from shardweave.comm import Axis, Sharding, Split
 
 from ..features import split_features
 from ..layer import ParallelLayer
+from ..products import autocast_dtype
 from ..weights import ReadAgain, now_or_later
 
 __all__ = ["StackedLinear"]
@@ -101,7 +102,7 @@ class _SegmentProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
         ctx.counts, ctx.weights, ctx.dtype = counts, ReadAgain((weight,)), rows.dtype
-        dtype = _autocast_dtype(rows)
+        dtype = autocast_dtype(rows) or rows.dtype
         own = rows.to(dtype)
         ctx.save_for_backward(own if ctx.needs_input_grad[1] else None)
         parts = zip(own.split(list(counts)), weight.to(dtype), strict=True)
@@ -125,11 +126,3 @@ class _SegmentProducts(torch.autograd.Function):
 
         (now,) = now_or_later((weight,), (ctx.needs_input_grad[1],), d_weights)
         return dx, now, None
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """In which autocast wants the products."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
