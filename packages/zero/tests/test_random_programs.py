@@ -12,7 +12,8 @@ from packages.zero.tests.random_programs.programs import program, run_programs
 from packages.zero.tests.random_programs.settings import Setting
 
 from shardweave.comm.testing import RankError, run_ranks
-from shardweave.zero.residency import Member, Residency
+from shardweave.zero.member import Member
+from shardweave.zero.residency import Residency
 
 TWO = range(24)
 FOUR = [seed for seed in range(40) if Setting.draw(Random(f"setting {seed}"), 4, None).copies][:4]

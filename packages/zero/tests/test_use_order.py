@@ -47,3 +47,22 @@ def test_before_anything_was_used() -> None:
     order = UseOrder()
     assert (order.before, order.last) == (None, None)
     assert list(order.foreseen(2)) == list(order.rest_of_pass(2)) == []
+
+
+def test_uses_in_words_differ_as_the_uses_do() -> None:
+    """Ranks compare them."""
+    uses = [Use(0, False), Use(0, False, False), Use(0, True, False), Use(0, True), Use(1, False), REDUCTION]
+    order, words = UseOrder(), []
+    for use in uses:
+        order.note(use)
+        words.append(order.in_words(["first", "second"]).split(" after ")[0])
+    assert words == [
+        "first",
+        "first, without gradients,",
+        "first in a backward pass",
+        "first in a backward pass, recorded,",
+        "second",
+        "nothing before gradients are reduced",
+    ]
+    order.note(Use(1, False))
+    assert order.in_words(["first", "second"]) == "second after the last reduction"

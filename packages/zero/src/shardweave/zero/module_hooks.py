@@ -31,7 +31,8 @@ from torch._compile import _disable_dynamo
 from shardweave.comm import Subscription, gradient_work
 
 from .guard import mapped, watch_outputs
-from .residency import Member, Residency
+from .member import Member
+from .residency import Residency
 
 __all__ = ["ModuleHooks"]
 

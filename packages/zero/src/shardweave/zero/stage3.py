@@ -5,8 +5,8 @@
     module_units     which parameters are gathered together
     materialize      values for those that have none yet, unit by unit
     gathered         a unit's memory: whole while in use, else this rank's part
-    residency        when it is gathered and released, with what is noted in
-    use_order        which unit follows which
+    residency        when it is gathered and released, as each member and
+    member           ... tells who uses it, and use_order which follows which;
     module_hooks     who tells: modules that begin and end,
     guard            ... and parameters that are touched
 """
@@ -21,10 +21,11 @@ from torch import nn
 from shardweave.comm import Axis
 
 from .gathered import GatheredParameters
+from .member import Member
 from .module_hooks import ModuleHooks
 from .module_units import ModuleUnit
 from .options import Gathering
-from .residency import Member, Residency
+from .residency import Residency
 from .same_order import SameOrder
 from .unit import Unit
 

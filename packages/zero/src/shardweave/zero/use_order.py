@@ -8,7 +8,7 @@ One step's order is taken for the next one's. What follows a use is known by it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -66,3 +66,21 @@ class UseOrder:
     def rest_of_pass(self, most: int) -> Iterator[Use]:
         """As far as it belongs to the pass, forward or backward, that the last use is in."""
         return takewhile(lambda use: use.backward == self._last[1].backward, self.foreseen(most))
+
+    def in_words(self, labels: Sequence[str]) -> str:
+        """The last use, after the one before it; different words for different uses. ``labels``: of the units.
+
+        After a use was noted.
+        """
+        now, before = self._last[1], self.before
+        what = "nothing before gradients are reduced" if now == REDUCTION else _called(now, labels)
+        if before is None:
+            return what
+        return f"{what} after {'the last reduction' if before == REDUCTION else _called(before, labels)}"
+
+
+def _called(use: Use, labels: Sequence[str]) -> str:
+    label = labels[use.number]
+    if use.backward:
+        return f"{label} in a backward pass{', recorded,' if use.recorded else ''}"
+    return label if use.recorded else f"{label}, without gradients,"
