@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from shardweave import comm
-from shardweave.comm import CommOptions, GradientBuckets, Mesh, Topology, plan_buckets
+from shardweave.comm import (
+    CommOptions,
+    GradientBuckets,
+    Mesh,
+    Sharding,
+    Split,
+    Topology,
+    plan_buckets,
+    set_sharding,
+)
 from shardweave.comm.buckets.layout import default_bucket_bytes
 from shardweave.comm.compression import OneBit, TopK
 
@@ -254,3 +263,17 @@ def test_default_buckets_are_a_sixteenth_of_all_within_bounds() -> None:
     for total, bucket in ((0, 1), (16, 1), (32, 2), (800, 25)):
         parameters = [torch.zeros(total, 1 << 18, device="meta")]
         assert default_bucket_bytes(parameters) == bucket << 20
+
+
+@pytest.mark.ranks(2)
+def test_what_ranks_hold_different_parts_of_is_refused() -> None:
+    """Gradients of different experts would be averaged."""
+    mesh = Mesh(dp=2, ep=2)
+    weight = nn.Parameter(torch.zeros(2, 3))
+    record = Sharding("experts", (4, 3), (Split(mesh.ep, 0, 2 * mesh.ep.rank),), reduced=mesh.expert_data)
+    set_sharding(weight, record)
+    with pytest.raises(
+        ValueError, match=r"parameter experts is split over Axis\('ep'.*own over mesh\.expert_data"
+    ):
+        GradientBuckets([("experts", weight)], mesh.data)
+    GradientBuckets([("experts", weight)], mesh.expert_data).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def test_a_mesh_that_does_not_fill_the_world_is_refused() -> None:
         Mesh(dp=8, replicas=2, ep=3)
     with pytest.raises(ValueError, match="ep=0 does not divide"):
         Mesh(ep=0)
+
+
+def test_a_mesh_is_no_axis_and_says_so() -> None:
+    mesh: Any = Mesh()
+    with pytest.raises(AttributeError, match=r"no attribute 'size'; it is no axis: pass one of its"):
+        comm.all_reduce(torch.ones(1), mesh)
+    with pytest.raises(AttributeError, match=r"no attribute 'sizes'$"):
+        _ = mesh.sizes
+    assert not hasattr(mesh, "ranks")
 
 
 @pytest.mark.ranks(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -250,10 +251,21 @@ def test_nobody_may_choose_an_expert_and_a_rank_may_have_no_tokens() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="k=5 of 4 experts"):
         TopKRouter(HIDDEN, EXPERTS, 5)
-    with pytest.raises(ValueError, match="capacity=0"):
-        mixture(capacity=0)
+    for capacity in (0, float("inf")):
+        with pytest.raises(ValueError, match=f"capacity={capacity}"):
+            mixture(capacity=capacity)
     with pytest.raises(ValueError, match="built without bias=True"):
         TopKRouter(HIDDEN, EXPERTS, 1).move_bias(torch.zeros(EXPERTS), 0.1)
+
+
+@pytest.mark.ranks(2)
+def test_axes_and_inputs_that_cannot_be_are_refused() -> None:
+    mesh = Mesh(dp=2)
+    with pytest.raises(ValueError, match=r"share more than this rank; give ep=mesh\.ep"):
+        MixtureOfExperts(HIDDEN, FFN, EXPERTS, K, ep=mesh.dp, reduced=mesh.expert_data)
+    for shape in ((4, HIDDEN), (4, 2, HIDDEN + 1)):
+        with pytest.raises(ValueError, match=r"takes \[sequence, batch, 6\]"):
+            mixture()(torch.zeros(shape, dtype=F64))
 
 
 @pytest.mark.ranks(2)
@@ -261,3 +273,36 @@ def test_room_over_a_context_axis_is_refused() -> None:
     mesh = Mesh(cp=2)
     with pytest.raises(ValueError, match=r"capacity=1\.0 over Axis\('cp'"):
         mixture(mesh, context=mesh.cp, capacity=1.0)
+
+
+def test_a_single_choice_teaches_the_router() -> None:
+    router = TopKRouter(HIDDEN, EXPERTS, 1, dtype=F64)
+    x = values(LENGTH, BATCH, HIDDEN, seed=5)
+    routing = router(x)
+    assert_near(routing.weights[..., 0], routing.probabilities.amax(-1))
+    (gradient,) = torch.autograd.grad(routing.weights.sum(), router.weight)
+    assert float(gradient.abs().max()) > 1e-3
+
+
+def test_the_bias_of_a_16_bit_router_moves_in_small_steps() -> None:
+    router = TopKRouter(HIDDEN, 2, 1, bias=True).bfloat16()
+    for _ in range(300):
+        router.move_bias(torch.tensor([1, 0]), 0.001)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.bias is not None
+    assert router.bias.tolist() == pytest.approx([-0.3, 0.3], rel=1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_records_survive_what_torch_does_to_parameters() -> None:
+    """The router's gradient is partial where ranks see different tokens, in a copy as well."""
+    net = mixture(Mesh(tp=2), sequence_parallel=True)
+    partial = sharding_of(net.router.weight).partial
+    assert [axis.name for axis in partial] == ["tp"]
+    loaded = mixture(Mesh(tp=2), sequence_parallel=True)
+    loaded.load_state_dict(net.state_dict(), assign=True)
+    for other in (copy.deepcopy(net), loaded, net.to("meta")):
+        for name, parameter in other.named_parameters():
+            record = sharding_of(parameter)
+            assert (record.partial == partial) == name.startswith("router"), name
+            assert bool(record.splits) != name.startswith("router"), name

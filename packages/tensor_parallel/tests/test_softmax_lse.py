@@ -130,3 +130,14 @@ def test_an_operator_that_answers_otherwise_is_not_used(monkeypatch: pytest.Monk
     for wrong in (other_sum, gone):
         monkeypatch.setattr(softmax_lse, "_fused_forward", wrong)
         assert asked("cpu", torch.float32) is None
+
+
+def test_empty_sequences_have_empty_results() -> None:
+    """The CPU's operator divides by their length, which ends the process."""
+    for queries, keys in ((0, 3), (0, 0), (3, 0)):
+        q, k = torch.zeros(2, 4, queries, 5), torch.zeros(2, 2, keys, 5)
+        out, lse = attend(q, k, k, Bias(causal=False, mask=None))
+        assert (out.shape, lse.shape) == (q.shape, (2, 4, queries))
+        assert not out.any()
+        gradients = attend_backward(torch.ones_like(q), q, k, k, out, lse, Bias(causal=False, mask=None))
+        assert [one.shape for one in gradients] == [q.shape, k.shape, k.shape]

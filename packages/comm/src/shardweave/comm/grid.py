@@ -84,7 +84,7 @@ class Grid:
         if ep < 1 or copy % ep:
             raise ValueError(
                 f"ep={ep} does not divide the {copy} data ranks of a replica (dp={shape['dp']}, replicas={replicas}), "
-                f"over which experts are spread; choose a divisor of {copy}"
+                f"over which experts are spread; choose a divisor of {copy}, or another dp"
             )
         self.shape = dict(shape)
         self.replicas, self.ep = replicas, ep

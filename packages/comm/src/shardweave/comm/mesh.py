@@ -27,6 +27,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -205,6 +206,14 @@ class Mesh:
 
     def _factors(self, name: str) -> tuple[Axis, ...]:
         return tuple(getattr(self, factor) for factor in DERIVED.get(name, ()))
+
+    if not TYPE_CHECKING:  # a type checker should go on knowing what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """A mesh where an axis is wanted is told so."""
+            of_axis = name in Axis.__dataclass_fields__ or hasattr(Axis, name)
+            hint = "; it is no axis: pass one of its axes, such as mesh.data or mesh.tp" if of_axis else ""
+            raise AttributeError(f"'Mesh' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self._laid_out.items()) + ")"

@@ -61,11 +61,11 @@ def parallelize(
     transformers' ``Conv1D``, a linear layer with its weight the other way round, may stand wherever ``nn.Linear``
     stands; its weight keeps its orientation (except under ``column:N``) and its gradient cannot be deferred.
 
-    Parameters stay the same objects with smaller data (except under ``column:N``): ties, ``requires_grad``
-    and optimizers keep working. Code between the layers has to take sizes from its tensors, since there are fewer
-    features (heads) on a rank, or the :class:`Plan` has to say what it reads instead. ``sequence_dim`` is given to
-    all replaced layers. ``check`` compares the weights' checksums over the ranks first, since slices of different
-    matrices would train without an error.
+    Parameters stay the same objects with smaller data (except under ``column:N``): ties and ``requires_grad`` keep
+    working; an optimizer is built afterwards. Code between the layers has to take sizes from its tensors, since there
+    are fewer features (heads) on a rank, or the :class:`Plan` has to say what it reads instead. ``sequence_dim`` is
+    given to all replaced layers. ``check`` compares the weights' checksums over the ranks first, since slices of
+    different matrices would train without an error.
 
     Raises:
         ValueError: for a pattern without a match, a wrong kind of layer, a style that does not exist, heads that

@@ -57,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> tuple[Tensor, Tensor]
     ``q`` ``[b, n, q, d]``; ``k`` and ``v`` ``[b, m, k, d]``, see [Note: Grouped queries]. Returns ``[b, n, q, d]`` in
     the dtype of ``q``, and ``[b, n, q]`` in float32 or wider, minus infinity where a query sees nothing.
     """
-    operator = None if bias.factor is not None else private_operator(q.device.type, q.dtype)
+    operator = _operator_for(q, k, bias)
     return (_plain_forward if operator is None else operator[0])(q, k, v, bias)
 
 
@@ -69,8 +69,15 @@ def attend_backward(
     ``out`` and ``lse`` are those of all keys, merged, and ``grad`` is the gradient of ``out``: each block's weights
     are ``exp(score - lse)`` (Dao, arXiv:2307.08691, section 3.1.2).
     """
-    operator = None if bias.factor is not None else private_operator(q.device.type, q.dtype)
+    operator = _operator_for(q, k, bias)
     return (_plain_backward if operator is None else operator[1])(grad, q, k, v, out, lse, bias)
+
+
+def _operator_for(q: Tensor, k: Tensor, bias: Bias) -> tuple[Forward, Backward] | None:
+    """None: the plain form has to do it. An empty sequence ends the process in the CPU's operator (a division)."""
+    if bias.factor is not None or not q.numel() or not k.numel():
+        return None
+    return private_operator(q.device.type, q.dtype)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,7 @@ class GradientBuckets:
             raise ValueError(f"bucket_mb={bucket_mb!r}: give a size in MiB above 0")
         named = [(name, p) for name, p in _named(parameters) if p.requires_grad]
         trained = [parameter for _, parameter in named]
+        _check_copies(named, axis)
         bucket_bytes = default_bucket_bytes(trained) if bucket_mb is None else max(1, int(bucket_mb * 2**20))
         plans = plan_buckets(trained, bucket_bytes)
         self._axis = axis
@@ -216,6 +217,18 @@ def _check_covered(reduction: CompressedReduction, state: Mapping[str, Any]) -> 
                 f"this state has {held} of the {size} elements that this rank is to hold of {name}: in two levels it "
                 "moves between ranks with the buckets; build them with the bucket_mb of the state"
             )
+
+
+def _check_copies(named: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> None:
+    """Refuses what ranks of the axis hold different parts of: adding their gradients up would mix them."""
+    for name, parameter in named:
+        for split in sharding_of(parameter).splits:
+            if len(set(split.axis.ranks) & set(axis.ranks)) > 1:
+                raise ValueError(
+                    f"parameter {name or tuple(parameter.shape)} is split over {split.axis!r}, so ranks of {axis!r} "
+                    "hold different parts of it (experts, say); give the others to these buckets, and it to buckets "
+                    "of its own over mesh.expert_data, or all of them to shardweave.zero"
+                )
 
 
 def _named(

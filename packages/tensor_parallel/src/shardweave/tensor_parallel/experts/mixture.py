@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         self._ep = ep or Axis.single("ep")
         self._tp = tp or Axis.single("tp")
         context = context if context is not None and context.size > 1 else None
-        if capacity is not None and not capacity > 0:
+        if capacity is not None and not (capacity > 0 and math.isfinite(capacity)):
             raise ValueError(
                 f"capacity={capacity}: a multiple of an even share, above 0, or None to take all tokens"
             )
@@ -100,7 +101,14 @@ class MixtureOfExperts(nn.Module):
         self.down = stacked(ffn, hidden, "row")
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
-        """See the class."""
+        """See the class.
+
+        ValueError: ``x`` is not [s, b, hidden].
+        """
+        if x.dim() != 3 or x.shape[-1] != self.router.hidden:
+            raise ValueError(
+                f"x of shape {tuple(x.shape)}: a mixture of experts takes [sequence, batch, {self.router.hidden}]"
+            )
         s, b, hidden = x.shape
         k, experts = self.router.k, self.router.experts
         routing = self.router(x)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, all_reduce
+
+from ..layer import ParallelLayer
 
 __all__ = ["Routing", "TopKRouter"]
 
@@ -20,7 +24,7 @@ class Routing:
     experts: Tensor
     """[s, b, k], int64: numbers of the chosen ones, the most probable first."""
     weights: Tensor
-    """[s, b, k]: what their outputs are multiplied by; they add up to 1."""
+    """[s, b, k]: what their outputs are multiplied by; several add up to 1."""
     logits: Tensor
     """[s, b, E], float32 or wider."""
 
@@ -30,14 +34,15 @@ class Routing:
         return self.logits.softmax(-1)
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(ParallelLayer):
     """Chooses ``k`` of ``experts`` for each token, by a product with ``weight`` ``[experts, hidden]``.
 
     The product and everything after it is in float32 or wider, whatever the rest computes in: two experts that are
     nearly equally probable would change places otherwise (Fedus et al., "Switch Transformers", section 2.4). Weights
-    are the softmax over the chosen ones (Jiang et al., "Mixtral of Experts", section 2.1). Of equal ones the first is
-    chosen, so every layout chooses alike. Every rank holds the whole weight; where ranks see different tokens, its
-    gradient is a partial sum (``mark_partial``).
+    are the softmax over the chosen ones (Jiang et al., "Mixtral of Experts", section 2.1); of a single one, where that
+    would always be 1 and teach the router nothing, its probability among all (Fedus et al., section 2.1). Of equal
+    ones the first is chosen, so every layout chooses alike. Every rank holds the whole weight; where ranks see
+    different tokens, its gradient is a partial sum (``mark_partial``).
 
     ``bias``: whether there is a buffer ``bias`` ``[experts]`` that is added for the choice only and moved by
     :meth:`move_bias` instead of a loss (Wang et al., "Auxiliary-Loss-Free Load Balancing", section 3).
@@ -87,8 +92,17 @@ class TopKRouter(nn.Module):
             seen = seen if self.bias is None else seen + self.bias
             order = seen.sort(dim=-1, descending=True, stable=True)[1]
             experts = order[..., : self.k]
-            weights = logits.gather(-1, experts).softmax(-1)
+            chosen = (logits.softmax(-1) if self.k == 1 else logits).gather(-1, experts)
+            weights = chosen if self.k == 1 else chosen.softmax(-1)
         return Routing(experts, weights, logits)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As for any module, but that the bias stays wide: small moves of a 16-bit one are lost."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.itemsize < before.itemsize:
+            self.bias = before.to(self.bias.device)
+        return self
 
     @torch.no_grad()
     def move_bias(self, counts: Tensor, rate: float, *axes: Axis) -> None:
