@@ -81,6 +81,7 @@ OPTIONS: tuple[Option, ...] = (
     _layout("tensor", "parallel.tensor", 1, 2, 3, 4, 8),
     _layout("pipeline", "parallel.pipeline", 1, 2, 3, 4, 8),
     _layout("context", "parallel.context", 1, 2, 4),
+    _layout("form", "parallel.context_form", "ring", "all-to-all"),
     _layout("sequence", "parallel.sequence", False, True),
     _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
     _layout("stage", "zero.stage", 0, 1, 2, 3),
@@ -144,6 +145,10 @@ def _at_most_eight_ranks(data: int, tensor: int, pipeline: int, context: int) ->
 
 def _context_ranks_leave_tensor_ranks_equal_parts(context: int, tensor: int, sequence: bool) -> bool:
     return not sequence or LENGTH // context % tensor == 0
+
+
+def _heads_are_exchanged_over_context_ranks(form: str, context: int, tensor: int) -> bool:
+    return form == "ring" or (context > 1 and HEADS // tensor % context == 0)
 
 
 def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
@@ -221,6 +226,7 @@ def _rounding_is_tried_with_moments(numbers: str, optimizer: str) -> bool:
 RULES: tuple[Rule, ...] = (
     _at_most_eight_ranks,
     _context_ranks_leave_tensor_ranks_equal_parts,
+    _heads_are_exchanged_over_context_ranks,
     _a_sequence_is_shared_by_tensor_ranks,
     _a_schedule_is_for_stages,
     _gradients_are_sharded_from_stage_two_on,

@@ -143,6 +143,18 @@ def test_b033_context_ranks_take_a_piece_from_both_ends() -> None:
     check_fit(config, layout_of(config), transformer_config(config))
 
 
+def test_heads_that_are_exchanged_for_tokens_divide_over_context_ranks() -> None:
+    exchanged = ("model.heads=8", "parallel.context_form=all-to-all", "model.sequence=48")
+    text = _misfit(*exchanged, "parallel.tensor=4", "parallel.context=4")
+    assert text == (
+        "`parallel.context_form: all-to-all` gives each of 4 context ranks some of the 2 heads of a tensor rank "
+        "(`model.heads` / `parallel.tensor`), which do not divide; use parallel.context=1 or 2, or "
+        "parallel.context_form=ring"
+    )
+    config = load_config(None, [*exchanged, "parallel.tensor=2", "parallel.context=4"])
+    check_fit(config, layout_of(config), transformer_config(config))
+
+
 def test_uneven_vocabulary_width_and_layers_fit() -> None:
     config = load_config(
         None,

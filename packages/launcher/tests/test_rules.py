@@ -23,6 +23,10 @@ from shardweave.launcher.unbuilt import table, unbuilt
             "parallel.sequence=false",
             "`parallel.sequence: false` has no effect because `parallel.tensor` is 1",
         ),
+        (
+            "parallel.context_form=all-to-all",
+            "`parallel.context_form: all-to-all` has no effect because `parallel.context` is 1",
+        ),
         ("model.z_loss=0.1", "`model.z_loss: 0.1` has no effect because `model.experts` is 0"),
         ("comm.density=0.5", "has no effect because `comm.compression` is none"),
         ("run.stop_after=60", "has no effect because the run ends after `run.steps: 60` anyway"),

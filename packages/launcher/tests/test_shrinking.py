@@ -77,6 +77,14 @@ def test_a_sequence_keeps_what_context_ranks_ask_of_it() -> None:
         check_fit(shrunk.config, layout, small)
 
 
+def test_heads_that_are_exchanged_go_on_to_divide() -> None:
+    overrides = ["model.preset=llama-3-8b", "parallel.context_form=all-to-all", "parallel.context=4"]
+    _, layout, shrunk = _shrunk(*overrides, "parallel.tensor=2")
+    small = transformer_config(shrunk.config)
+    assert (small.heads, small.num_kv_heads) == (16, 8)  # 8 heads and 4 key heads on a rank, before 16 and 4
+    check_fit(shrunk.config, layout, small)
+
+
 def test_what_is_not_a_size_stays() -> None:
     overrides = (
         "model.preset=bloom-7b1", "parallel.tensor=2", "parallel.pipeline=3", "parallel.data=3",

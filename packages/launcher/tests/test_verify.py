@@ -24,8 +24,9 @@ from torch import Tensor
 from shardweave.comm import Axis, Mesh, counts_here, set_sharding, sharding_of
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher import assembly
+from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import Layout
+from shardweave.launcher.layout import Layout, layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.request import Request
@@ -77,7 +78,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ),
         ("parallel.pipeline=4", "optimizer.name=sgd", "optimizer.clip=null"),
         ("parallel.context=4", "zero.stage=3", *LLAMA),
-        ("parallel.context=2", "parallel.tensor=2", "zero.stage=1", *GPT),
+        ("parallel.context=2", "parallel.context_form=all-to-all", "parallel.tensor=2", "zero.stage=1", *GPT),
     ],
     8: [
         (
@@ -102,9 +103,7 @@ def _config(*overrides: str) -> Config:
 
 
 def _mesh(config: Config) -> Mesh:
-    block = config.parallel
-    data = block.data if block.data != "auto" else 1
-    return Mesh(dp=data, tp=block.tensor, pp=block.pipeline, cp=block.context)
+    return mesh_of(config, layout_of(config))
 
 
 def verified(layouts: Sequence[tuple[str, ...]]) -> list[Report]:

@@ -111,6 +111,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         tensor=mesh.tp,
         sequence_parallel=config.parallel.sequence,
         context=mesh.cp,
+        context_form=config.parallel.context_form,
         part=part,
         seed=config.run.seed,
         device=device,

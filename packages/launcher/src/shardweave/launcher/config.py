@@ -181,7 +181,10 @@ class Parallel(_Block):
     pipeline: Ranks = 1
     """Stages the layers are spread over."""
     context: Ranks = 1
-    """Ranks that share every sequence, by ring attention; twice as many have to divide `model.sequence`."""
+    """Ranks that share every sequence; twice as many have to divide `model.sequence`."""
+    context_form: Literal["ring", "all-to-all"] = "ring"
+    """How context ranks attend to each other's tokens: keys and values go round, or heads are exchanged for tokens, for
+    which `context` has to divide the query heads of a tensor rank."""
     expert: Ranks = 1
     """Ranks that share the experts of one layer."""
     sequence: Flag = True

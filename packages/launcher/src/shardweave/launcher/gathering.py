@@ -103,6 +103,7 @@ def _units(config: Config, layout: Layout, shape: TransformerConfig, part: Part)
         tensor=_nobody("tp", layout.tensor),
         sequence_parallel=config.parallel.sequence,
         context=_nobody("cp", layout.context),
+        context_form=config.parallel.context_form,
         part=part,
         device="meta",
     )

@@ -195,6 +195,13 @@ def _context_misfits(config: Config, layout: Layout, shape: TransformerConfig) -
         text = f"`parallel.context: {context}` leaves {sequence // context} of `model.sequence: {sequence}` to a rank, "
         text += f"which `parallel.sequence: true` does not divide over {tensor} tensor ranks"
         yield Problem(where, f"{text}; use {alternatives(fitting)}, or parallel.sequence=false")
+    heads, rest = divmod(shape.heads, layout.tensor)
+    if config.parallel.context_form == "all-to-all" and not rest and heads % context:
+        text = f"`parallel.context_form: all-to-all` gives each of {context} context ranks some of the {heads} heads "
+        text += "of a tensor rank (`model.heads` / `parallel.tensor`), which do not divide"
+        sizes = [n for n in fitting if heads % n == 0]
+        remedy = f"use parallel.context={alternatives(sizes)}, or parallel.context_form=ring"
+        yield Problem(("parallel", "context_form"), f"{text}; {remedy}")
 
 
 def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:

@@ -49,6 +49,9 @@ _CONSTANT = _when(lambda config: config.optimizer.schedule == "constant", "`opti
 _NO_TENSOR = _when(
     lambda config: config.parallel.tensor == 1, "`parallel.tensor` is 1: there is nothing to share"
 )
+_NO_CONTEXT = _when(
+    lambda config: config.parallel.context == 1, "`parallel.context` is 1: every rank has whole sequences"
+)
 _PLAIN = _when(lambda config: config.comm.compression == "none", "`comm.compression` is none")
 _NO_SHARDS = _when(
     lambda config: config.zero.stage == 0, "`zero.stage` is 0: every data rank keeps whole optimizer states"
@@ -86,6 +89,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("model", "expert_capacity"), _DENSE),
     _Idle(("model", "balance_loss"), _DENSE),
     _Idle(("model", "z_loss"), _DENSE),
+    _Idle(("parallel", "context_form"), _NO_CONTEXT),
     _Idle(("parallel", "expert"), _DENSE),
     _Idle(("parallel", "sequence"), _NO_TENSOR),
     _Idle(("parallel", "schedule"), _ONE_STAGE),

@@ -96,7 +96,8 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
     ranks = layout.tensor
     layers = _layers(shape.layers, layout.pipeline)
     yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(layout)}")
-    heads, kv_heads = _heads(shape, ranks)
+    exchanged = layout.context if config.parallel.context_form == "all-to-all" else 1
+    heads, kv_heads = _heads(shape, ranks, exchanged)
     width = min(shape.head_size, _HEAD_WIDTH + shape.head_size % 2)
     hidden = heads * width
     yield _change(config, "hidden", shape.hidden, hidden, f"{heads} heads of width {width}")
@@ -135,17 +136,20 @@ def _same_remainder(number: int, divisor: int, least: int) -> int:
     return min(number, least + (number - least) % divisor)
 
 
-def _heads(shape: TransformerConfig, ranks: int) -> tuple[int, int]:
-    """The smallest numbers of query and of key and value heads that share the ranks in the same way."""
-    wanted = _sharing(shape.heads, shape.num_kv_heads, ranks)
-    for heads in range(ranks, shape.heads + 1, ranks):
+def _heads(shape: TransformerConfig, ranks: int, exchanged: int) -> tuple[int, int]:
+    """The smallest numbers of query and of key and value heads that share the ranks in the same way.
+
+    `exchanged`: the context ranks that deal out the heads of a tensor rank among them, if they do.
+    """
+    wanted = _sharing(shape.heads, shape.num_kv_heads, ranks, exchanged)
+    for heads in range(ranks * exchanged, shape.heads + 1, ranks * exchanged):
         for kv_heads in range(1, heads + 1):
-            if heads % kv_heads == 0 and _sharing(heads, kv_heads, ranks) == wanted:
+            if heads % kv_heads == 0 and _sharing(heads, kv_heads, ranks, exchanged) == wanted:
                 return heads, kv_heads
     return shape.heads, shape.num_kv_heads
 
 
-def _sharing(heads: int, kv_heads: int, ranks: int) -> tuple[object, ...]:
+def _sharing(heads: int, kv_heads: int, ranks: int, exchanged: int) -> tuple[object, ...]:
     """All that a layer's code asks about its heads."""
     return (
         heads == ranks,
@@ -155,6 +159,7 @@ def _sharing(heads: int, kv_heads: int, ranks: int) -> tuple[object, ...]:
         kv_heads % ranks == 0,
         kv_heads == ranks,
         kv_heads if kv_heads < ranks else 0,  # each is copied over ranks / kv_heads ranks
+        max(kv_heads // ranks, 1) % exchanged == 0,  # or each goes to several of the ranks that exchange
     )
 
 
