@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,15 @@ from torch import Tensor
 from shardweave import comm
 from shardweave.models import Part, Transformer, TransformerConfig
 
-__all__ = ["FAMILIES", "batch_of", "build", "reference_logits", "reference_loss"]
+__all__ = [
+    "FAMILIES",
+    "MIXTURES",
+    "batch_of",
+    "build",
+    "reference_logits",
+    "reference_loss",
+    "reference_mean_loss",
+]
 
 _SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "sequence": 8}
 
@@ -37,6 +46,16 @@ FAMILIES: dict[str, TransformerConfig] = {
 """A small covering set: every value of every option occurs, with each kind of norm, head and position."""
 
 
+MIXTURES: dict[str, TransformerConfig] = {
+    "mixtral": replace(FAMILIES["llama"], ffn=13, experts=4, router_z_loss=0.02, balance_loss=0.3),
+    "switch": replace(
+        FAMILIES["gpt2"], experts=4, experts_per_token=1, expert_capacity=0.75, router_z_loss=0.05, balance_loss=0.2
+    ),
+    "three": replace(FAMILIES["plain"], ffn=7, experts=8, experts_per_token=3, router_bias=True, balance_loss=0.1),
+}  # fmt: skip
+"""Gated and not, one choice and several, with room for all and not."""
+
+
 def batch_of(config: TransformerConfig, sequence: int = 8, batch: int = 3) -> tuple[Tensor, Tensor]:
     """Tokens and targets ``[b, s]``, two of the targets ignored."""
     generator = torch.Generator().manual_seed(5)
@@ -53,6 +72,8 @@ def build(
     sequence_parallel: bool = False,
     context: comm.Axis | None = None,
     context_form: Literal["ring", "all-to-all"] = "ring",
+    expert: comm.Axis | None = None,
+    expert_data: comm.Axis | None = None,
     part: Part | None = None,
 ) -> Transformer:
     """A float64 model whose every parameter is moved off its initial value, so that biases and norms count."""
@@ -62,6 +83,8 @@ def build(
         sequence_parallel=sequence_parallel,
         context=context,
         context_form=context_form,
+        expert=expert,
+        expert_data=expert_data,
         part=part,
         dtype=torch.float64,
     )
@@ -75,8 +98,13 @@ def build(
     return model
 
 
-def reference_logits(config: TransformerConfig, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Logits ``[b, s, vocab]`` of ``tokens`` ``[b, s]``."""
+def reference_logits(
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor],
+    tokens: Tensor,
+    auxiliary: list[Tensor] | None = None,
+) -> Tensor:
+    """Logits ``[b, s, vocab]`` of ``tokens`` ``[b, s]``; each layer's losses of experts are put into ``auxiliary``."""
     x = weights["embedding.weight"][tokens]
     if config.position == "learned":
         x = x + weights["position.weight"][: tokens.shape[1]]
@@ -87,7 +115,13 @@ def reference_logits(config: TransformerConfig, weights: Mapping[str, Tensor], t
         normed = _norm(config, weights, f"{name}.attention_norm", x)
         x = x + _attention(config, weights, f"{name}.attention", normed)
         normed = _norm(config, weights, f"{name}.mlp_norm", x)
-        x = x + _mlp(config, weights, f"{name}.mlp", normed)
+        if config.experts:
+            y, losses = _mixture(config, weights, f"{name}.mlp", normed)
+            x = x + y
+            if auxiliary is not None:
+                auxiliary.append(losses)
+        else:
+            x = x + _mlp(config, weights, f"{name}.mlp", normed)
     head = weights["embedding.weight" if config.tie_embeddings else "head.weight"]
     return _norm(config, weights, "norm", x) @ head.T
 
@@ -96,7 +130,19 @@ def reference_loss(
     config: TransformerConfig, weights: Mapping[str, Tensor], tokens: Tensor, targets: Tensor
 ) -> Tensor:
     """The sum over the tokens whose target is not -100."""
-    logits = reference_logits(config, weights, tokens)
+    return _sum_of_tokens(reference_logits(config, weights, tokens), targets)
+
+
+def reference_mean_loss(
+    config: TransformerConfig, weights: Mapping[str, Tensor], tokens: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean over the tokens with a target, and what a mixture of experts adds to it."""
+    auxiliary: list[Tensor] = []
+    logits = reference_logits(config, weights, tokens, auxiliary)
+    return _sum_of_tokens(logits, targets) / (targets != -100).sum(), torch.stack(auxiliary).sum()
+
+
+def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     total = logits.new_zeros(())
     for row, target in zip(logits.flatten(0, 1), targets.flatten().tolist(), strict=True):
         if target != -100:
@@ -145,6 +191,43 @@ def _rotate(config: TransformerConfig, x: Tensor) -> Tensor:
     angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speed
     turned = pairs * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([turned.real, turned.imag], -1)
+
+
+def _mixture(
+    config: TransformerConfig, weights: Mapping[str, Tensor], name: str, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token by token: the output, and the layer's two losses with their coefficients, as means over ``x``."""
+    batch, length, _ = x.shape
+    experts, k = config.experts, config.experts_per_token
+    room = (
+        length if config.expert_capacity is None else math.ceil(config.expert_capacity * length * k / experts)
+    )
+    rows = []
+    balance, z = x.new_zeros(()), x.new_zeros(())
+    for row in x:
+        taken, shares = [0] * experts, x.new_zeros(experts)
+        for token in row:
+            logits = weights[f"{name}.router.weight"] @ token
+            probabilities = torch.exp(logits) / torch.exp(logits).sum()
+            z = z + torch.log(torch.exp(logits).sum()) ** 2
+            shares = shares + probabilities
+            best = logits.detach().sort(descending=True, stable=True)[1][:k].tolist()
+            whole = 1.0 if k == 1 else sum(probabilities[e] for e in best)
+            y = torch.zeros_like(token)
+            for e in best:
+                taken[e] += 1
+                if taken[e] <= room:
+                    own = {
+                        f"e.{role}.weight": weights[f"{name}.{role}.weight"][e]
+                        for role in ("gate", "up", "down")
+                        if f"{name}.{role}.weight" in weights
+                    }
+                    y = y + probabilities[e] / whole * _mlp(config, own, "e", token)
+            rows.append(y)
+        used = sum(share * number for share, number in zip(shares, taken, strict=True))
+        balance = balance + used * experts / (k * length * length)
+    losses = config.balance_loss * balance / batch + config.router_z_loss * z / (batch * length)
+    return torch.stack(rows).view_as(x), losses
 
 
 def _mlp(config: TransformerConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ initialize              :func:`initial_rule`: initial values from (seed, canonic
 shapes                  :func:`parameter_shapes`, :func:`count_parameters`: names and sizes, nothing built
 flops                   :func:`flops`: operations of a step; :class:`FlopCount`
 memory                  :func:`memory`: bytes of one rank by kind; :class:`MemoryUse`
+routers                 :class:`StepRouters`: losses of mixtures of experts, and what their routers did
 generate                :func:`generate`: continue a text in one process
 ======================  =====================================================================================
 
-The parts of a block (``norms``, ``mlp``, ``block``, ``embedding``, ``dropout``) have their own modules.
-Mixture of experts, recomputation and Hugging Face weights will be further modules beside these.
+The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``, ``dropout``) have their own modules.
+Recomputation and Hugging Face weights will be further modules beside these.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .initialize import Constant, Normal, initial_rule
 from .memory import MemoryUse, RankLayout, memory
 from .parts import Part, layer_costs, parts_from_ranges
 from .presets import PRESETS, preset
+from .routers import MicroBatchRouters, RouterStatistics, StepRouters
 from .shapes import ParameterShape, count_parameters, local_shape, parameter_shapes
 from .transformer import Transformer
 
@@ -35,10 +37,13 @@ __all__ = [
     "FlopCount",
     "ForwardFlops",
     "MemoryUse",
+    "MicroBatchRouters",
     "Normal",
     "ParameterShape",
     "Part",
     "RankLayout",
+    "RouterStatistics",
+    "StepRouters",
     "Transformer",
     "TransformerConfig",
     "__version__",

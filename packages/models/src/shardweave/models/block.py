@@ -1,5 +1,5 @@
-"""One pre-norm transformer block: attention and MLP, each normed before and added to the residual stream
-after."""
+"""One pre-norm transformer block: attention and MLP, or a mixture of experts, each normed before and added to the
+residual stream after."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from shardweave.comm import Axis
-from shardweave.tensor_parallel import Alibi, ParallelAttention, Rotary
+from shardweave.tensor_parallel import Alibi, MixtureOfExperts, ParallelAttention, Rotary
 
 from .config import TransformerConfig
 from .dropout import Masks
+from .mixture import make_mixture
 from .mlp import MLP
 from .norms import make_norm
+from .routers import MicroBatchRouters
 
 __all__ = ["Block"]
 
@@ -24,7 +26,8 @@ class Block(nn.Module):
 
     ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
     all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
-    states are this rank's share of the sequence; ``context``, ``context_form``: as in :class:`ParallelAttention`.
+    states are this rank's share of the sequence; ``context``, ``context_form``: as in :class:`ParallelAttention`;
+    ``expert``, ``expert_data``: as in :class:`.Transformer`.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class Block(nn.Module):
         alibi: Alibi | None = None,
         context: Axis | None = None,
         context_form: Literal["ring", "all-to-all"] = "ring",
+        expert: Axis | None = None,
+        expert_data: Axis | None = None,
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -62,11 +67,40 @@ class Block(nn.Module):
             dtype=dtype,
         )
         self.mlp_norm = make_norm(config, partial_over=partial_over, device=device, dtype=dtype)
-        self.mlp = MLP(config, axis, sequence_dim=sequence_dim, device=device, dtype=dtype)
+        self.mlp: MLP | MixtureOfExperts = (
+            MLP(config, axis, sequence_dim=sequence_dim, device=device, dtype=dtype)
+            if config.experts == 0
+            else make_mixture(
+                config, axis, expert=expert, expert_data=expert_data, context=context,
+                sequence_parallel=sequence_dim is not None, device=device, dtype=dtype,
+            )
+        )  # fmt: skip
+        # Ranks of the tensor axis have the same tokens, or parts of them; those of the context axis always have parts.
+        self._own_tokens = axis.is_first or sequence_dim is not None
+        self._own_sequences = axis.is_first and (context is None or context.is_first)
 
-    def forward(self, x: Tensor, masks: Masks, documents: Tensor | None = None) -> Tensor:
-        """``[s, b, h]`` to the same shape; ``documents``: ``[b, s]`` of the whole sequence."""
+    def forward(
+        self,
+        x: Tensor,
+        masks: Masks,
+        documents: Tensor | None = None,
+        routers: MicroBatchRouters | None = None,
+    ) -> Tensor:
+        """``[s, b, h]`` to the same shape; ``documents``: ``[b, s]`` of the whole sequence; ``routers``: where the
+        router's losses count and what it did is noted."""
         keys = masks.attention_keys(self.layer)
         attended = self.attention(self.attention_norm(x), keys=keys, documents=documents)
         x = x + masks.drop(attended, self.layer, "attention_output")
-        return x + masks.drop(self.mlp(self.mlp_norm(x)), self.layer, "mlp_output")
+        return x + masks.drop(self._fed_forward(self.mlp_norm(x), routers), self.layer, "mlp_output")
+
+    def _fed_forward(self, x: Tensor, routers: MicroBatchRouters | None) -> Tensor:
+        y: Tensor
+        if isinstance(self.mlp, MLP):
+            y = self.mlp(x)
+            return y
+        y, routed = self.mlp(x)
+        if routers is None:
+            return y
+        return routers.attach(
+            y, routed, self.layer, own_tokens=self._own_tokens, own_sequences=self._own_sequences
+        )

@@ -56,8 +56,8 @@ class TransformerConfig:
     """Key and value heads (grouped-query attention); ``None``: as many as ``heads``."""
 
     ffn: int | None = None
-    """Inner width of the MLP. ``None``: ``4 * hidden``; for swiglu ``8/3 * hidden`` (the same number of
-    parameters with three matrices instead of two), rounded up to a multiple of ``min(256, hidden)``, which is
+    """Inner width of the MLP, or of each expert. ``None``: ``4 * hidden``; for swiglu ``8/3 * hidden`` (the same number
+    of parameters with three matrices instead of two), rounded up to a multiple of ``min(256, hidden)``, which is
     Llama's rule."""
 
     head_dim: int | None = None
@@ -99,6 +99,29 @@ class TransformerConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
 
+    experts: int = 0
+    """Feed-forward networks of each block, of which a router chooses for each token; 0: one network, without a router.
+    They and the router have no bias, whatever ``bias`` says."""
+
+    experts_per_token: int = 2
+    """How many of them a token goes through."""
+
+    expert_capacity: float | None = None
+    """Tokens of a sequence that an expert takes, as a multiple of an even share of a sequence of ``sequence`` tokens;
+    what comes later in the sequence is left out of that expert. ``None``: all are taken."""
+
+    balance_loss: float = 0.01
+    """What the mean balance loss of a sequence is multiplied by, added up over layers; see
+    :func:`~shardweave.tensor_parallel.balance_loss`."""
+
+    router_z_loss: float = 0.0
+    """What the mean z-loss of a token is multiplied by, added up over layers; see
+    :func:`~shardweave.tensor_parallel.router_z_loss`."""
+
+    router_bias: bool = False
+    """Whether routers have a bias that balances the experts without a loss: it is no parameter, and
+    :meth:`.Transformer.move_router_biases` moves it."""
+
     def __post_init__(self) -> None:
         for name in _COUNTS:
             self._check_count(name)
@@ -113,6 +136,7 @@ class TransformerConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: {value} must be a positive finite number")
         self._check_heads()
+        self._check_experts()
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -137,6 +161,31 @@ class TransformerConfig:
             raise ValueError(
                 f"position: rotary turns pairs of numbers, so the width of a head must be even, and it is "
                 f"{self.head_size} (hidden {self.hidden}, heads {self.heads}); change heads or set head_dim"
+            )
+
+    def _check_experts(self) -> None:
+        for name, least in (("experts", 0), ("experts_per_token", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: {value!r} must be a whole number of at least {least}")
+        for name in ("balance_loss", "router_z_loss"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: {value} must be a finite number of at least 0, which turns it off")
+        room = self.expert_capacity
+        if room is not None and not (math.isfinite(room) and room > 0):
+            raise ValueError(
+                f"expert_capacity: {room} is a multiple of an even share; use a number above 0, or None to take all"
+            )
+        if self.experts == 0:
+            for name, nothing in (("expert_capacity", None), ("router_z_loss", 0.0), ("router_bias", False)):
+                if getattr(self, name) != nothing:
+                    raise ValueError(
+                        f"{name}: {getattr(self, name)} is for experts, and experts is 0; set experts, or leave it out"
+                    )
+        elif self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token: {self.experts_per_token} of {self.experts} experts; use at most {self.experts}"
             )
 
     @property

@@ -3,8 +3,8 @@
 Published numbers differ by up to a third because some count recomputed work, some count only the causal half
 of the attention matrix, and some leave the head out. Here: matrix products only, a multiply-add is two
 operations, the attention matrix counts whole (no causal discount), the head counts, backward is twice
-forward; recomputed work is in ``hardware`` and never in ``model``. The counts are of the global batch, so no
-layout changes them.
+forward; recomputed work is in ``hardware`` and never in ``model``. Of experts those count that tokens go through,
+also where a capacity leaves some out. The counts are of the global batch, so no layout changes them.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def forward_flops(config: TransformerConfig, *, batch: int = 1, sequence: int | 
     tokens = batch * length
     projections = config.hidden * (2 * config.query_size + 2 * config.kv_size)
     mlp = (3 if config.gated else 2) * config.hidden * config.ffn_size
+    if config.experts:
+        mlp = mlp * config.experts_per_token + config.hidden * config.experts  # and the router
     return ForwardFlops(
         attention=2 * 2 * tokens * length * config.query_size,
         linear=2 * tokens * (projections + mlp),

@@ -6,7 +6,8 @@ seed and the canonical name of the parameter. The whole tensor is drawn in float
 slice, so a split, a copied, a tied and a staged parameter all start from the same numbers, in every dtype up
 to its rounding.
 
-The price is that a rank draws one full tensor at a time: the largest is the embedding's.
+The price is that a rank draws one full tensor at a time: the largest is the embedding's. Of experts, which lie in one
+tensor, each is drawn by itself, from its number besides, and only those of this rank are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from shardweave import comm
+from shardweave.tensor_parallel import TopKRouter
 
 from .config import TransformerConfig
 
@@ -64,13 +66,22 @@ def initialize_parameter(parameter: nn.Parameter, rule: Normal | Constant, seed:
         parameter.fill_(rule.value)
         return
     sharding = comm.sharding_of(parameter)
-    full = torch.empty(sharding.shape, dtype=torch.float32)
-    full.normal_(0.0, rule.std, generator=comm.named_generator(seed, sharding.name))
-    parameter.copy_(full[comm.full_index(parameter)])
+    index = comm.full_index(parameter)
+    if len(sharding.shape) < 3:
+        parameter.copy_(_drawn(sharding.shape, rule, seed, sharding.name)[index])
+        return
+    for own, number in enumerate(range(index[0].start, index[0].stop)):  # [experts, out, in]
+        parameter[own].copy_(_drawn(sharding.shape[1:], rule, seed, sharding.name, number)[index[1:]])
 
 
+def _drawn(shape: tuple[int, ...], rule: Normal, *named: int | str) -> torch.Tensor:
+    full = torch.empty(shape, dtype=torch.float32)
+    return full.normal_(0.0, rule.std, generator=comm.named_generator(*named))
+
+
+@torch.no_grad()
 def initialize_module(module: nn.Module, config: TransformerConfig, seed: int) -> None:
-    """Initialise every named parameter of ``module``, whichever part of the model it is.
+    """Initialise every named parameter of ``module``, whichever part of the model it is, and its routers' biases.
 
     Raises:
         ValueError: for a parameter on the meta device (materialise the module with ``to_empty`` first).
@@ -82,3 +93,6 @@ def initialize_module(module: nn.Module, config: TransformerConfig, seed: int) -
                 "call to_empty(device=...) before initialize"
             )
         initialize_parameter(parameter, initial_rule(config, comm.sharding_of(parameter).name), seed)
+    for part in module.modules():
+        if isinstance(part, TopKRouter) and part.bias is not None:
+            part.bias.zero_()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from shardweave import comm
 
@@ -20,7 +21,7 @@ __all__ = ["ParameterShape", "count_parameters", "local_shape", "parameter_shape
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter: canonical name, full shape, and how a tensor axis splits it."""
+    """One parameter: canonical name, full shape, and how a tensor axis and an expert axis split it."""
 
     name: str
     """Canonical name with the global layer number."""
@@ -38,6 +39,9 @@ class ParameterShape:
     copied: bool = False
     """Whether ranks share a unit when there are more ranks than units (key and value heads)."""
 
+    stacked: bool = False
+    """Whether the first dim counts experts, which are spread over the expert axis."""
+
 
 def parameter_shapes(config: TransformerConfig, part: Part | None = None) -> list[ParameterShape]:
     """The parameters of ``part`` (default: the whole model), in the order the built module registers them."""
@@ -45,25 +49,44 @@ def parameter_shapes(config: TransformerConfig, part: Part | None = None) -> lis
     return list(_table(config, held))
 
 
-def local_shape(entry: ParameterShape, tensor: int, rank: int) -> tuple[int, ...]:
-    """The shape of ``entry`` on position ``rank`` of a tensor axis of ``tensor`` ranks."""
-    if entry.dim is None or tensor == 1:
-        return entry.shape
-    shared = entry.copied and entry.units < tensor
-    units = 1 if shared else comm.split_sizes(entry.units, tensor)[rank]
-    size = entry.shape[entry.dim] // entry.units * units
-    return (*entry.shape[: entry.dim], size, *entry.shape[entry.dim + 1 :])
+def local_shape(entry: ParameterShape, tensor: int, rank: int, expert: int = 1) -> tuple[int, ...]:
+    """The shape of ``entry`` on position ``rank`` of a tensor axis of ``tensor`` ranks.
+
+    ``expert``: ranks that experts are spread over, evenly (``config.experts`` is a multiple).
+    """
+    shape = list(entry.shape)
+    if entry.stacked:
+        shape[0] //= expert
+    if entry.dim is not None and tensor > 1:
+        shared = entry.copied and entry.units < tensor
+        units = 1 if shared else comm.split_sizes(entry.units, tensor)[rank]
+        shape[entry.dim] = entry.shape[entry.dim] // entry.units * units
+    return tuple(shape)
 
 
 def count_parameters(
-    config: TransformerConfig, *, part: Part | None = None, tensor: int = 1, rank: int = 0
+    config: TransformerConfig,
+    *,
+    part: Part | None = None,
+    tensor: int = 1,
+    rank: int = 0,
+    expert: int = 1,
+    active: bool = False,
 ) -> int:
     """Number of parameters, exactly; by default of the whole model, a tied head counted once.
 
-    With ``tensor`` above 1: of what position ``rank`` of the tensor axis holds, copies included. With
-    ``part``: of one pipeline stage, where a tied head without the embedding holds its own copy.
+    With ``tensor`` above 1: of what position ``rank`` of the tensor axis holds, copies included. With ``expert`` above
+    1: of what a rank holds of experts spread over as many. With ``part``: of one pipeline stage, where a tied head
+    without the embedding holds its own copy. ``active``: of what a token goes through, ``experts_per_token`` of the
+    experts.
     """
-    return sum(math.prod(local_shape(entry, tensor, rank)) for entry in parameter_shapes(config, part))
+    share = Fraction(config.experts_per_token, config.experts) if active and config.experts else Fraction(1)
+    return int(
+        sum(
+            math.prod(local_shape(entry, tensor, rank, expert)) * (share if entry.stacked else 1)
+            for entry in parameter_shapes(config, part)
+        )
+    )
 
 
 def _table(config: TransformerConfig, part: Part) -> Iterator[ParameterShape]:
@@ -101,9 +124,20 @@ def _block(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
         yield from _column(config, f"{name}.attention.{role}", size, units, copied=role != "query")
     yield from _row(config, f"{name}.attention.output", config.query_size, config.heads)
     yield from _norm(config, f"{name}.mlp_norm")
+    if config.experts:
+        yield from _experts(config, f"{name}.mlp")
+        return
     for role in ("gate", "up") if config.gated else ("up",):
         yield from _column(config, f"{name}.mlp.{role}", ffn, ffn)
     yield from _row(config, f"{name}.mlp.down", ffn, ffn)
+
+
+def _experts(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
+    experts, hidden, ffn = config.experts, config.hidden, config.ffn_size
+    yield ParameterShape(f"{name}.router.weight", (experts, hidden))
+    for role in ("gate", "up") if config.gated else ("up",):
+        yield ParameterShape(f"{name}.{role}.weight", (experts, ffn, hidden), 1, ffn, stacked=True)
+    yield ParameterShape(f"{name}.down.weight", (experts, hidden, ffn), 2, ffn, stacked=True)
 
 
 def _column(

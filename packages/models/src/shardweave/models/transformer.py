@@ -17,7 +17,7 @@ The module tree spells the canonical parameter names, with global layer numbers,
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from shardweave.comm import (
     DropoutStreams,
     gather_from,
     name_parameters,
+    sharding_of,
     split_sizes,
 )
 from shardweave.tensor_parallel import (
     Alibi,
     ColumnParallelLinear,
+    MixtureOfExperts,
     Rotary,
     VocabParallelEmbedding,
     check_context,
@@ -51,6 +53,7 @@ from .embedding import PositionEmbedding
 from .initialize import initialize_module
 from .norms import make_norm
 from .parts import Part
+from .routers import MicroBatchRouters, RouterStatistics
 
 __all__ = ["Transformer"]
 
@@ -67,6 +70,8 @@ class Transformer(nn.Module):
             whole to every rank of it, which takes its own (:func:`~shardweave.tensor_parallel.cut_context`). All
             parameters' gradients are recorded as partial over it.
         context_form: how attention spans it, as in :class:`~shardweave.tensor_parallel.ParallelAttention`.
+        expert: the axis that experts, if there are some, are spread over (``mesh.ep``); ``None``: this rank has all.
+        expert_data: the ranks with the same experts (``mesh.expert_data``); needed with an ``expert`` of several.
         part: what to hold of the model; ``None``: all of it.
         seed: of the initial values, see :meth:`initialize`.
         device: where; ``None``: torch's default device. On ``"meta"`` nothing is allocated nor initialised:
@@ -87,6 +92,8 @@ class Transformer(nn.Module):
         sequence_parallel: bool = False,
         context: Axis | None = None,
         context_form: Literal["ring", "all-to-all"] = "ring",
+        expert: Axis | None = None,
+        expert_data: Axis | None = None,
         part: Part | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -99,8 +106,13 @@ class Transformer(nn.Module):
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         self.context = context if context is not None else Axis.single("cp")
         _check_part(config, self.part)
+        if expert is not None and expert.size > 1 and config.experts == 0:
+            raise ValueError(
+                f"expert={expert!r} for a model without experts; set experts in the config, or leave the axis out"
+            )
+        self._expert, self._expert_data = expert, expert_data
         self._build(dtype, context_form)
-        mark_partial(self, self.context)
+        mark_partial((p for p in self.parameters() if not _summed_over(p, self.context)), self.context)
         name_parameters(self)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
@@ -135,6 +147,8 @@ class Transformer(nn.Module):
                 alibi=alibi,
                 context=self.context,
                 context_form=context_form,
+                expert=self._expert,
+                expert_data=self._expert_data,
                 sequence_dim=sequence_dim,
                 device=meta,
                 dtype=dtype,
@@ -171,7 +185,12 @@ class Transformer(nn.Module):
         return [("embedding.weight", self.embedding.weight)]
 
     def forward(
-        self, x: Tensor, *, streams: DropoutStreams | None = None, documents: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        streams: DropoutStreams | None = None,
+        documents: Tensor | None = None,
+        routers: MicroBatchRouters | None = None,
     ) -> Tensor:
         """Hidden states or, of a part with the head, logits.
 
@@ -188,8 +207,16 @@ class Transformer(nn.Module):
         ``documents``: ``[b, s]`` integers, on every part and rank of the whole rows, where rows hold several documents:
         tokens see those of their own number only, and learned positions start again with each. Labels are the
         caller's: see :func:`~shardweave.tensor_parallel.document_targets`.
+
+        ``routers``: of a model with experts, what their losses are multiplied by, and where what they did is noted
+        (:class:`.StepRouters`). In evaluation nothing is noted.
+
+        Raises:
+            ValueError: for an ``x`` of another shape, and in training for a config with losses of routers and no
+                ``routers`` that would say how they count.
         """
         sequence, batch = self._measure(x)
+        routers = self._routers(routers)
         if documents is not None:
             check_documents(documents, (batch, sequence))
         local = self._positions_of(sequence, x.device)
@@ -197,7 +224,7 @@ class Transformer(nn.Module):
         if self.part.embedding:
             x = self._embed(x, local, masks, documents)
         for block in self.layers.values():
-            x = block(x, masks, documents)
+            x = block(x, masks, documents, routers)
         return self._logits(self.norm(x)) if self.part.head else x
 
     def loss(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
@@ -226,6 +253,36 @@ class Transformer(nn.Module):
         vocab_r]``."""
         words = gather_from(logits, self.axis, -1, split_sizes(self.config.vocab, self.axis.size))
         return gather_context(words, self.context, 0)
+
+    def _routers(self, given: MicroBatchRouters | None) -> MicroBatchRouters | None:
+        """What the blocks are given: nothing in evaluation; in training nothing may be missing."""
+        config = self.config
+        if config.experts == 0 or not self.training:
+            return None
+        if given is None and torch.is_grad_enabled() and (config.balance_loss or config.router_z_loss):
+            raise ValueError(
+                f"routers: the config has balance_loss {config.balance_loss} and router_z_loss {config.router_z_loss}, "
+                "and how often they count only the caller knows: for each step make routers = StepRouters(config, "
+                "sequences=..., tokens=...) of the global batch, and give routers=routers.micro_batch() to each call; "
+                "or set both to 0"
+            )
+        return given
+
+    @torch.no_grad()
+    def move_router_biases(self, statistics: RouterStatistics, rate: float) -> None:
+        """Makes experts that had fewer tokens than the mean more likely, and others less; see ``TopKRouter.move_bias``.
+
+        Of this part's layers; to be called on every rank, after a step that was taken (not after one that was skipped).
+        Nothing is sent.
+
+        Raises:
+            ValueError: when the config has no ``router_bias``.
+        """
+        if not self.config.router_bias:
+            raise ValueError("move_router_biases: the config has no router_bias; set it, or do not call this")
+        for layer, block in zip(self.part.layers, self.layers.values(), strict=True):
+            router = cast(MixtureOfExperts, block.mlp).router
+            router.move_bias(statistics.counts[layer].to(router.weight.device), rate)
 
     def _measure(self, x: Tensor) -> tuple[int, int]:
         """Length of the whole sequence and batch size of ``x``, checked."""
@@ -316,3 +373,9 @@ def _check_part(config: TransformerConfig, part: Part) -> None:
             f"part: it ends with block {part.last - 1}, but the model has {config.layers}; the last is "
             f"{config.layers - 1}"
         )
+
+
+def _summed_over(parameter: nn.Parameter, axis: Axis) -> bool:
+    """Whether its record names the axis that its gradient is summed over, and that includes ``axis``."""
+    reduced = sharding_of(parameter).reduced
+    return reduced is not None and reduced.contains(axis)
