@@ -37,10 +37,11 @@ FAMILIES: dict[str, TransformerConfig] = {
     ),
     "mixed": TransformerConfig(
         **_SMALL, kv_heads=1, ffn=13, position="learned", embedding_norm=True, norm="rmsnorm",
-        activation="swiglu", bias=True, head_dim=6,
+        activation="swiglu", bias=True, head_dim=6, qk_norm=True,
     ),
     "plain": TransformerConfig(
-        **_SMALL, position="rotary", activation="gelu", bias=False, tie_embeddings=False, rotary_base=100.0
+        **_SMALL, position="rotary", activation="gelu", bias=False, tie_embeddings=False, rotary_base=100.0,
+        qk_norm=True,
     ),
 }  # fmt: skip
 """A small covering set: every value of every option occurs, with each kind of norm, head and position."""
@@ -171,6 +172,9 @@ def _attention(config: TransformerConfig, weights: Mapping[str, Tensor], name: s
         shared = head * config.num_kv_heads // config.heads
         other = slice(shared * size, (shared + 1) * size)
         q, k, v = query[..., own], key[..., other], value[..., other]
+        if config.qk_norm:
+            q = _norm(config, weights, f"{name}.query_norm", q)
+            k = _norm(config, weights, f"{name}.key_norm", k)
         if config.position == "rotary":
             q, k = _rotate(config, q), _rotate(config, k)
         scores = q @ k.transpose(1, 2) / math.sqrt(size)

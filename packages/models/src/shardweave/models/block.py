@@ -49,6 +49,10 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         partial_over = axis if sequence_dim is not None else None
+
+        def head_norm(size: int) -> nn.Module:
+            return make_norm(config, size=size, device=device, dtype=dtype)
+
         self.attention_norm = make_norm(config, partial_over=partial_over, device=device, dtype=dtype)
         self.attention = ParallelAttention(
             config.hidden,
@@ -57,6 +61,7 @@ class Block(nn.Module):
             kv_heads=config.num_kv_heads,
             head_dim=config.head_size,
             bias=config.use_bias,
+            qk_norm=head_norm if config.qk_norm else None,
             rotary=rotary,
             alibi=alibi if alibi is not None else False,
             dropout=config.attention_dropout,

@@ -73,6 +73,10 @@ class TransformerConfig:
     embedding_norm: bool = False
     """A norm right after the embedding, as BLOOM has (arXiv 2211.05100, section 3.1.2)."""
 
+    qk_norm: bool = False
+    """A norm of each head's queries and of its keys, before rotary, as Qwen3 has: scores stay bounded however large the
+    projections grow (arXiv 2302.05442, section 2). One for all query heads of a layer, and one for all key heads."""
+
     activation: Activation = "gelu"
     """``gelu`` (by erf), ``gelu_tanh`` (the approximation GPT-2 and BLOOM use) or ``swiglu`` (arXiv
     2002.05202)."""

@@ -78,10 +78,12 @@ class RMSNorm(ParallelLayer):
 def make_norm(
     config: TransformerConfig,
     *,
-    partial_over: Axis | None,
+    size: int | None = None,
+    partial_over: Axis | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> LayerNorm | RMSNorm:
-    """The norm that ``config.norm`` names, of width ``config.hidden``."""
+    """The norm that ``config.norm`` names, of width ``size`` (default: ``config.hidden``)."""
     kind = LayerNorm if config.norm == "layernorm" else RMSNorm
-    return kind(config.hidden, eps=config.norm_eps, partial_over=partial_over, device=device, dtype=dtype)
+    width = config.hidden if size is None else size
+    return kind(width, eps=config.norm_eps, partial_over=partial_over, device=device, dtype=dtype)

@@ -107,10 +107,12 @@ def _table(config: TransformerConfig, part: Part) -> Iterator[ParameterShape]:
             yield ParameterShape("head.weight", table, 0, config.vocab)
 
 
-def _norm(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
-    yield ParameterShape(f"{name}.weight", (config.hidden,))
+def _norm(config: TransformerConfig, name: str, size: int | None = None) -> Iterator[ParameterShape]:
+    """``size``: its width, by default ``hidden``."""
+    shape = (config.hidden if size is None else size,)
+    yield ParameterShape(f"{name}.weight", shape)
     if config.norm == "layernorm":
-        yield ParameterShape(f"{name}.bias", (config.hidden,))
+        yield ParameterShape(f"{name}.bias", shape)
 
 
 def _block(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
@@ -123,6 +125,9 @@ def _block(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
     ):
         yield from _column(config, f"{name}.attention.{role}", size, units, copied=role != "query")
     yield from _row(config, f"{name}.attention.output", config.query_size, config.heads)
+    if config.qk_norm:
+        for role in ("query", "key"):
+            yield from _norm(config, f"{name}.attention.{role}_norm", config.head_size)
     yield from _norm(config, f"{name}.mlp_norm")
     if config.experts:
         yield from _experts(config, f"{name}.mlp")
