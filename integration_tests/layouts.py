@@ -54,6 +54,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama-like": {
         "model__position": "rotary",
         "model__norm": "rmsnorm",
+        "model__qk_norm": True,
         "model__activation": "swiglu",
         "model__embedding_norm": False,
         "model__tie_embeddings": False,

@@ -106,6 +106,7 @@ OPTIONS: tuple[Option, ...] = (
     _run("position", "model.position", "learned", "rotary", "alibi"),
     _run("norm", "model.norm", "layernorm", "rmsnorm"),
     _run("embedding_norm", "model.embedding_norm", False, True),
+    _run("qk_norm", "model.qk_norm", False, True),
     _run("activation", "model.activation", "gelu", "gelu_tanh", "swiglu"),
     _run("tied", "model.tie_embeddings", True, False),
     _run("dropout", "model.dropout", 0.0, 0.1),

@@ -27,6 +27,7 @@ model:
   position: alibi
   norm: layernorm
   embedding_norm: true
+  qk_norm: false
   activation: gelu
   tie_embeddings: true
   dropout: 0.0

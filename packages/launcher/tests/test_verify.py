@@ -51,7 +51,7 @@ SMALL = (
 )  # fmt: skip
 LLAMA = (
     "model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu", "model.embedding_norm=false",
-    "model.tie_embeddings=false", "model.ffn=20",
+    "model.tie_embeddings=false", "model.ffn=20", "model.qk_norm=true",
 )  # fmt: skip
 GPT = (
     "model.position=learned", "model.embedding_norm=false", "model.dropout=0.2", "model.attention_dropout=0.1",

@@ -154,7 +154,7 @@ def _expect_activations(
     context: Axis | None = None,
     form: Literal["ring", "all-to-all"] = "ring",
 ) -> None:
-    """Within one percent: rotary tables are not counted, and some statistics are kept narrow by their kernels."""
+    """Within one percent: rotary tables are not counted, and tokens' statistics are kept narrow by some kernels."""
     model = Transformer(
         config,
         tensor=axis,
@@ -176,7 +176,12 @@ def _expect_activations(
     logits = 0
     if model.part.head:
         logits = batch * 32 // model.context.size * -(-config.vocab // tensor) * dtype.itemsize
-    assert _kept(model, batch) == pytest.approx(use.activations - logits, rel=0.01)
+    narrow = 0
+    if config.norm == "layernorm" and config.qk_norm:
+        # Torch's kernel on a CPU keeps statistics in its input's dtype; those of heads are many.
+        rows = batch * 32 * (config.heads + config.num_kv_heads) * config.layers
+        narrow = 2 * rows * (torch.float32.itemsize - min(dtype.itemsize, torch.float32.itemsize))
+    assert _kept(model, batch) == pytest.approx(use.activations - logits - narrow, rel=0.01)
 
 
 def _kept(model: Transformer, batch: int) -> int:

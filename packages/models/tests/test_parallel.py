@@ -116,7 +116,10 @@ def _expect_the_tables(config: TransformerConfig, axis: Axis, sequence_parallel:
         assert [split.dim for split in record.splits] == ([] if entry.dim is None else [entry.dim])
         # Whole and seen with this rank's tokens only: norms, positions, and biases behind a row-parallel sum.
         if entry.dim is None:
-            heads = entry.name.split(".")[-2] in ("query_norm", "key_norm")  # of this rank's heads in any case
+            heads = entry.name.split(".")[-2] in (
+                "query_norm",
+                "key_norm",
+            )  # of this rank's heads in any case
             assert (axis in record.partial) == (sequence_parallel or heads), entry.name
 
 

@@ -131,6 +131,8 @@ class Model(_Block):
     """Normalisation before attention, MLP and head."""
     embedding_norm: Flag = True
     """A norm right after the embedding (BLOOM, arXiv 2211.05100, section 3.1.2): steadier early training."""
+    qk_norm: Flag = False
+    """A norm of each head's queries and keys (arXiv 2302.05442, section 2): attention scores stay bounded."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """Of the MLP; ``gelu_tanh`` is the approximation that GPT-2 and BLOOM were trained with."""
     tie_embeddings: Flag = True

@@ -183,45 +183,59 @@ class _Kept:
     def hidden(self) -> int:
         return self.local_tokens * self.config.hidden * self.element
 
+    @property
+    def statistics(self) -> int:
+        """Numbers a norm keeps of each row."""
+        return 2 if self.config.norm == "layernorm" else 1
+
     def norm(self) -> int:
         """Input and output, and the statistics: mean and deviation, or the root mean square."""
-        statistics = 2 if self.config.norm == "layernorm" else 1
-        return 2 * self.hidden() + self.local_tokens * statistics * self.wide
+        return 2 * self.hidden() + self.local_tokens * self.statistics * self.wide
 
     def dropout(self) -> int:
         return self.local_tokens * self.config.hidden * _FLAG if self.config.dropout else 0
 
     def attention(self) -> int:
         """Queries, keys, values, what the core makes of them, and the heads' outputs side by side."""
-        turned = self.config.position == "rotary"
+        turned, normed = self.config.position == "rotary", self.config.qk_norm
+        # Normed or turned queries and keys are new tensors. The output comes in their order, and is copied once more,
+        # but for that of the RMS norm.
+        copied = turned or (normed and self.config.norm == "layernorm")
+        new = self.query + self.kv if turned or normed else 0
         fused = self.query + 2 * self.kv
+        rows = self.heads  # of which the core keeps one number
+        if normed:
+            rows += self.statistics * (self.heads + self.kv // self.config.head_size)
         if self.context > 1:
-            return self.tokens * (self._over_context(turned) * self.element + self.heads * self.wide)
+            return self.tokens * (self._over_context(new, copied=copied) * self.element + rows * self.wide)
         if self.config.attention_dropout:
             # Written out: keys and values are repeated for each query head, and products copy what is strided.
             scores = self.tokens * self.heads * self.length * (self.wide + _FLAG + self.element)
             if self.config.position != "alibi":
                 scores += self.length**2 * _FLAG  # which keys come later
             queries = self.query if turned or self.batch > 1 else fused
-            return scores + self.tokens * (queries + 3 * self.query) * self.element
-        # torch's fused core keeps its inputs, its output and one number a row. Turned queries and keys are new
-        # tensors, in whose order the output then comes, so that it is copied once more.
-        elements = fused + self.query + (2 * self.query + self.kv if turned else 0)
-        return self.tokens * (elements * self.element + self.heads * self.wide)
+            if normed:  # whose norms keep what they were given
+                queries = fused + self.query
+            statistics = self.tokens * (rows - self.heads) * self.wide
+            return scores + self.tokens * (queries + 3 * self.query) * self.element + statistics
+        # torch's fused core keeps its inputs, its output and one number a row.
+        elements = fused + new + (2 if copied else 1) * self.query
+        return self.tokens * (elements * self.element + rows * self.wide)
 
-    def _over_context(self, turned: bool) -> int:
+    def _over_context(self, new: int, *, copied: bool) -> int:
         """Elements of a token that attention over a context axis keeps, in either form; scores are computed again.
 
-        The exchange makes new tensors of everything, with as many key/value heads as all ranks' queries read.
+        The exchange makes new tensors of everything, with as many key/value heads as all ranks' queries read; what was
+        exchanged is kept by norms only.
         """
+        fused = self.query + 2 * self.kv
         if self.exchanged:
             heads = self.kv // self.config.head_size
-            return 3 * self.query + 2 * self.kv * math.lcm(heads, self.context) // heads
-        fused = self.query + 2 * self.kv
-        copied = (
-            self.query if self.config.attention_dropout else 0
-        )  # written out, its output is in another order
-        return fused + self.query + (2 * self.query + self.kv if turned else copied)
+            kept = fused if self.config.qk_norm else 0
+            return kept + 3 * self.query + 2 * self.kv * math.lcm(heads, self.context) // heads
+        # Written out, with dropout, the core's output is in another order, too.
+        copied = copied or self.config.attention_dropout > 0
+        return fused + new + (2 if copied else 1) * self.query
 
     def mlp(self) -> int:
         """What goes into the activation (gate and up, if there are two) and what comes out of it."""
