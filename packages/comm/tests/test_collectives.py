@@ -120,14 +120,31 @@ def test_a_reduced_part_may_take_its_place_in_what_was_reduced(ranks: int) -> No
 
 
 @pytest.mark.ranks(2)
-def test_two_ranks_swap_16_bit_floats_in_their_own_bytes() -> None:
-    mesh = Mesh(dp=2)
-    for count in (3, 300_000):
-        mesh.ledger.reset()
-        mine = [values(rank, count).to(torch.bfloat16) for rank in range(2)]
-        right = (mine[0].double() + mine[1].double()).to(torch.bfloat16)
-        assert torch.equal(comm.start_all_reduce(mine[mesh.dp.rank], mesh.dp).wait(), right)
-        assert mesh.ledger.total("dp").sent == 2 * count
+def test_two_ranks_swap_and_combine() -> None:
+    """In the bytes of a ring of two, above and below what is swapped, and of 16-bit floats in half of those."""
+    for axis in axes():
+        for dtype in DTYPES:
+            large = 1_100_000 if dtype == torch.float32 else 70_000
+            for shape in ((), (0, 3), (3,), (large,)):
+                both = [values(rank, *shape, dtype=dtype) for rank in range(2)]
+                exact = torch.stack(both).double()
+                rights = {"sum": exact.sum(0), "max": exact.amax(0), "min": exact.amin(0)}
+                if dtype.is_floating_point:
+                    rights["mean"] = exact.mean(0)
+                for op, right in rights.items():
+                    axis.ledger.reset()
+                    mine = both[axis.rank].clone()
+                    assert comm.all_reduce(mine, axis, op) is mine
+                    assert torch.equal(mine, right.to(dtype))
+                    assert torch.equal(
+                        comm.start_all_reduce(both[axis.rank].clone(), axis, op).wait(), right.to(dtype)
+                    )
+                    if dtype.itemsize > 2 or op in ("sum", "mean"):
+                        assert axis.ledger.total(axis.name).sent == 2 * mine.nbytes
+    assert comm.all_reduce(torch.tensor([1.0, float("nan")]), axes()[0], "max").isnan().tolist() == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.ranks(2)

@@ -5,10 +5,11 @@ Measured on torch 2.13, gloo, 4 ranks: its reduce-scatter is an all-reduce insid
 and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everything and adding takes 7 ms.
 
     collective       NCCL               gloo                              axis without its own group
-    all_reduce       backend            16-bit floats of two ranks: sends 16-bit of two: sends and an add
-                                        and an add, small: gather and     small: gather and add
-                                        add, or doubling for 8, 16, ...   else reduce-scatter
-                                        else backend, or, for 16-bit      + all-gather by sends
+    all_reduce       backend            two ranks, 16-bit floats or up    two ranks: sends and an add
+                                        to 4 MiB: sends and an add        small: gather and add
+                                        small: gather and add, or         else reduce-scatter
+                                        doubling for 8, 16, ...           + all-gather by sends
+                                        else backend, or, for 16-bit
                                         floats and many ranks of a node,
                                         reduce-scatter + all-gather
     reduce_scatter   backend            two ranks: sends and an add       sends + local sum
@@ -66,6 +67,10 @@ _GATHER, _SCATTER, _BROADCAST, _DOUBLE = range(4)
 _SMALL = 1 << 20
 """All-reduces whose gathered parts together take fewer bytes than this are gathered and added."""
 
+_SWAPPED = 4 << 20
+"""Two ranks all-reduce up to this many bytes by sending each other everything, in one round: the bytes of a ring of
+two, and half its time. Above it the time is the same, and what is received would take memory."""
+
 _PIECE = 1 << 16
 """Elements that are converted at once to be added up."""
 
@@ -110,7 +115,7 @@ def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
         return Steps([], NOTHING)
     size = buffer.numel() * buffer.element_size()
     if axis.virtual or not _native(buffer):
-        if axis.size == 2 and _narrow(buffer) and op in ("sum", "mean"):
+        if axis.size == 2 and (axis.virtual or _narrow(buffer) or size <= _SWAPPED):
             return _swap(buffer, axis, op)
         if size * axis.size <= _SMALL or op not in ("sum", "mean"):
             if blocking and not axis.virtual and axis.size > _RING_RANKS and axis.size.bit_count() == 1:
@@ -303,15 +308,24 @@ def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
 
 
 def _swap(buffer: Tensor, axis: Axis, op: str) -> Steps:
-    """Two ranks send each other everything, and both add the same two: as many bytes as a ring of two sends in all, or
-    half as many where that would have to widen them."""
+    """Two ranks send each other everything, and both combine the same two: as many bytes as a ring of two sends in all,
+    or half as many where that would have to widen them."""
     theirs = torch.empty_like(buffer)
     peer, tag = 1 - axis.rank, _tag(axis, _GATHER)
     works = post(
         axis, [("receive", theirs, peer, tag), ("send", buffer, peer, tag)] if buffer.numel() else []
     )
     sent = to_peer(axis, peer, buffer.numel() * buffer.element_size())
-    return Steps(works, sent, lambda: _add_converted((buffer, theirs), buffer, op))
+
+    def finish() -> None:
+        if op in ("sum", "mean") and _converted(buffer.dtype, buffer.dtype):
+            _add_converted((buffer, theirs), buffer, op)
+            return
+        _INTO[op](buffer, theirs, out=buffer)
+        if op == "mean":
+            buffer.div_(2)
+
+    return Steps(works, sent, finish)
 
 
 def _double(buffer: Tensor, axis: Axis, op: str) -> Steps:
