@@ -49,6 +49,7 @@ def make_mixture(
         gated=config.gated,
         activation=_ACTIVATIONS[config.activation],
         capacity=config.expert_capacity,
+        capacity_length=config.sequence,
         bias=config.router_bias,
         device=device,
         dtype=dtype,

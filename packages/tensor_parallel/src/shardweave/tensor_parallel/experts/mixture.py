@@ -45,9 +45,10 @@ class MixtureOfExperts(nn.Module):
 
     ``ep``: spreads the experts (``mesh.ep``); ``reduced``: ranks with the same experts (``mesh.expert_data``).
     ``tp``: splits each of them. ``capacity``: tokens of a sequence that an expert takes, as a multiple of an even
-    share; the choices beyond it add nothing to the output. None: all are taken ("dropless"). ``context``: axis whose
-    ranks hold parts of the sequences, for the balance loss; with ``capacity`` it is refused, as the order of tokens
-    over it is not that of the ranks. ``bias``: see :class:`TopKRouter`.
+    share; the choices beyond it add nothing to the output. None: all are taken ("dropless"). The share is one of
+    ``capacity_length`` tokens, so that what is left out does not depend on what comes later in a sequence; by default
+    of as many as it has. ``context``: axis that sequences are cut over (:func:`.cut_context`). ``bias``: see
+    :class:`TopKRouter`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MixtureOfExperts(nn.Module):
         gated: bool = True,
         activation: Callable[[Tensor], Tensor] = F.silu,
         capacity: float | None = None,
+        capacity_length: int | None = None,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -77,15 +79,11 @@ class MixtureOfExperts(nn.Module):
             raise ValueError(
                 f"capacity={capacity}: a multiple of an even share, above 0, or None to take all tokens"
             )
-        if capacity is not None and context is not None:
-            raise ValueError(
-                f"capacity={capacity} over {context!r}: its ranks hold a sequence in an order that is not theirs, so "
-                "whose tokens come first is not known; leave capacity out (all tokens are taken)"
-            )
         self._apart = sequence_parallel and self._tp.size > 1
         """Whether the ranks of tp have different tokens."""
         self._cut = tuple(axis for axis in (context, self._tp if self._apart else None) if axis is not None)
-        self._capacity, self._activation = capacity, activation
+        self._context, self._activation = context, activation
+        self._capacity, self._capacity_length = capacity, capacity_length
         self.router = TopKRouter(hidden, experts, k, bias=bias, device=device, dtype=dtype)
         for axis in self._cut:
             mark_partial(self.router, axis)
@@ -115,9 +113,9 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = routing.weights.to(x.dtype), routing.experts
         inside = None
         if self._capacity is not None:
-            length = s * (self._tp.size if self._apart else 1)
+            length = self._capacity_length or s * math.prod(axis.size for axis in self._cut)
             room = capacity_of(self._capacity, length, experts, k)
-            inside = within_capacity(chosen, room, experts, self._tp if self._apart else None)
+            inside = within_capacity(chosen, room, experts, self._tp if self._apart else None, self._context)
         way = dispatched(
             chosen.flatten() if inside is None else chosen[inside],
             experts,
