@@ -10,7 +10,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..zygote import PRELOAD, Entry, RankExit, RankFault, RankGroup, Zygote
@@ -18,7 +18,7 @@ from .body import STACK_SIGNAL, BodyOrder, Report, rank_body, stack_file
 from .errors import RankError
 from .hosts import INTERFACE, Hosts, Place, place
 
-__all__ = ["end_zygote", "run_entry", "run_ranks", "warm_zygote"]
+__all__ = ["end_zygote", "import_ahead", "run_entry", "run_ranks", "warm_zygote"]
 
 GRACE = 2.0
 """Seconds that the other ranks have to fail by themselves once one has failed; their errors are told too."""
@@ -95,27 +95,56 @@ def run_entry(
 
 def warm_zygote() -> Zygote:
     """The zygote of this process, started at the first call."""
-    zygote = _shared()
-    if not zygote.alive:  # killed, or this process is a fork of the one that started it
-        _shared.cache_clear()
-        zygote = _shared()
-    return zygote
+    return _shared().warm()
 
 
 def end_zygote() -> None:
     """Ends this process's zygote, if there is one."""
-    if _shared.cache_info().currsize:
-        _shared().close()
-        _shared.cache_clear()
+    _shared().end()
 
 
-@functools.cache  # one for the process, as it takes seconds to warm up
-def _shared() -> Zygote:
-    atexit.register(end_zygote)
-    there = [name for name in _PRELOAD_IF_THERE if importlib.util.find_spec(name) is not None]
-    return Zygote.start(
-        (*_PRELOAD, *there), idle_threads=_XDIST_THREADS * ("PYTEST_XDIST_WORKER" in os.environ)
-    )
+def import_ahead(modules: Iterable[str]) -> None:
+    """The zygote is to import these modules, too, if they are installed: once, and not for every group of ranks.
+
+    Call it before the first ranks start. The modules must leave nothing behind that one test could tell another,
+    and no thread.
+    """
+    _shared().modules = tuple(modules)
+
+
+class _Shared:
+    """The one zygote of a process, as it takes seconds to warm up; started when it is needed."""
+
+    def __init__(self) -> None:
+        self.modules: tuple[str, ...] = ()
+        self._zygote: Zygote | None = None
+
+    def warm(self) -> Zygote:
+        if self._zygote is None or not self._zygote.alive:  # killed, or this is a fork of the starting process
+            there = [name for name in (*_PRELOAD_IF_THERE, *self.modules) if _installed(name)]
+            idle_threads = _XDIST_THREADS * ("PYTEST_XDIST_WORKER" in os.environ)
+            self._zygote = Zygote.start((*_PRELOAD, *there), idle_threads=idle_threads)
+        return self._zygote
+
+    def end(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
+
+@functools.cache
+def _shared() -> _Shared:
+    shared = _Shared()
+    atexit.register(shared.end)
+    return shared
+
+
+def _installed(module: str) -> bool:
+    """Whether there is such a module; imports the packages that it is in, which are to be imported anyway."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def _environment(rank: int, size: int, place: Place, interface: str | None) -> dict[str, str]:

@@ -18,10 +18,10 @@ import pytest
 
 from ..zygote import Entry, EntryError
 from .errors import RankError
-from .harness import end_zygote, run_entry, warm_zygote
+from .harness import end_zygote, import_ahead, run_entry, warm_zygote
 from .hosts import Hosts, HostsUnavailable
 
-__all__ = ["hosts", "pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+__all__ = ["hosts", "pytest_addoption", "pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
 
 _MARKER = (
     "ranks(n, timeout=60): run the test's body on n ranks, each a process with torch.distributed initialised "
@@ -33,11 +33,21 @@ _HOSTS_MARKER = (
     "where the machine cannot"
 )
 
+_IMPORTS = (
+    "modules that are imported once, if they are installed, by the process that all ranks are forked from, instead of "
+    "for every test"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("ranks_imports", _IMPORTS, type="args")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     config.addinivalue_line("markers", _HOSTS_MARKER)
     if not (config.option.help or config.option.collectonly or _hands_tests_out(config)):
+        import_ahead(config.getini("ranks_imports"))
         warm_zygote()
 
 
