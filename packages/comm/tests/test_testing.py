@@ -125,7 +125,7 @@ class TestMethods:
 
 
 FAILING = """
-import time, warnings
+import sys, time, warnings
 import pytest, torch, torch.distributed as dist
 
 @pytest.mark.ranks(2)
@@ -149,6 +149,10 @@ def test_warned():
 @pytest.mark.ranks(2)
 def test_capture(capsys):
     pass
+
+@pytest.mark.ranks(1)
+def test_imported_ahead():
+    assert "colorsys" in sys.modules
 """
 
 
@@ -158,12 +162,12 @@ def test_reports_of_failing_tests(tmp_path: Path, workers: str) -> None:
     file = tmp_path / "test_failing.py"
     file.write_text(FAILING)
     options = ["-p", "no:cacheprovider", "-W", "error", "-rs", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    options += ["-n", workers]
+    options += ["-n", workers, "-o", "ranks_imports=colorsys no_such_package.module"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(file)], capture_output=True, text=True, timeout=170
     )
     report = done.stdout
-    assert "4 failed, 1 skipped" in report, report
+    assert "4 failed, 1 passed, 1 skipped" in report, report
     assert "rank 1 of 2 failed:" in report
     assert "AssertionError: assert 1 == 0" in report  # rewritten by pytest, in the rank
     assert "said by 1" in report
