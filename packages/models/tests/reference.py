@@ -71,10 +71,12 @@ def build(
     *,
     tensor: comm.Axis | None = None,
     sequence_parallel: bool = False,
+    keep_inputs: bool = False,
     context: comm.Axis | None = None,
     context_form: Literal["ring", "all-to-all"] = "ring",
     expert: comm.Axis | None = None,
     expert_data: comm.Axis | None = None,
+    chunked_loss: bool = False,
     part: Part | None = None,
 ) -> Transformer:
     """A float64 model whose every parameter is moved off its initial value, so that biases and norms count."""
@@ -82,10 +84,12 @@ def build(
         config,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
+        keep_inputs=keep_inputs,
         context=context,
         context_form=context_form,
         expert=expert,
         expert_data=expert_data,
+        chunked_loss=chunked_loss,
         part=part,
         dtype=torch.float64,
     )

@@ -33,6 +33,11 @@ def test_b120_recompute_changes_hardware_only() -> None:
     assert (selective.model, selective.hardware) == (32640, 32640 + 2 * 512)
 
 
+def test_a_chunked_loss_makes_the_logits_once_more() -> None:
+    chunked = flops(_case(2), batch=1, recompute="full", chunked_loss=True)
+    assert (chunked.forward, chunked.model, chunked.hardware) == (10880, 32640, 42880 + 640)
+
+
 def test_counts_grow_with_the_global_batch_only() -> None:
     assert flops(_case(2), batch=6).model == 6 * flops(_case(2), batch=1).model
 

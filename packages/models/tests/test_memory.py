@@ -128,6 +128,28 @@ def test_activations_over_a_context_axis_are_what_autograd_keeps(
         )
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
+def test_a_chunked_loss_and_kept_inputs_are_counted(ranks: int) -> None:
+    axis = Mesh(tp=ranks).tp
+    for family in FAMILIES:
+        for keep_inputs, chunked_loss in ((False, True), (True, True), (True, False)):
+            _expect_activations(
+                _larger(family), torch.float32, 2, axis, sequence_parallel=ranks > 1,
+                keep_inputs=keep_inputs, chunked_loss=chunked_loss,
+            )  # fmt: skip
+
+
+def test_a_chunked_loss_has_as_many_logits_as_are_there_at_once() -> None:
+    config = preset("gpt2", layers=1, vocab=1 << 20)
+    plain, chunked = (
+        memory(config, layout=RankLayout(chunked_loss=chunked)).activations for chunked in (False, True)
+    )
+    logits, hidden = 1024 * (1 << 20) * 4, 1024 * 768 * 4
+    assert plain - chunked == logits + (logits - (1 << 26) * 4)
+    assert memory(config, layout=RankLayout(chunked_loss=True), in_flight=3).activations < 3 * chunked
+    assert hidden < logits / 100
+
+
 def test_micro_batches_in_flight_multiply_what_is_kept() -> None:
     config = _larger("gpt2")
     one, three = (memory(config, in_flight=count).activations for count in (1, 3))
@@ -153,6 +175,8 @@ def _expect_activations(
     sequence_parallel: bool = False,
     context: Axis | None = None,
     form: Literal["ring", "all-to-all"] = "ring",
+    keep_inputs: bool = False,
+    chunked_loss: bool = False,
 ) -> None:
     """Within one percent: rotary tables are not counted, and tokens' statistics are kept narrow by some kernels."""
     model = Transformer(
@@ -160,6 +184,8 @@ def _expect_activations(
         tensor=axis,
         part=part,
         sequence_parallel=sequence_parallel,
+        keep_inputs=keep_inputs,
+        chunked_loss=chunked_loss,
         context=context,
         context_form=form,
         dtype=dtype,
@@ -169,6 +195,8 @@ def _expect_activations(
         part=part,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
+        keep_inputs=model.keep_inputs,
+        chunked_loss=chunked_loss,
         context=model.context.size,
         context_form=form,
     )

@@ -146,6 +146,64 @@ def test_a_matrix_of_fused_blocks(ranks: int) -> None:
             split.qkv(torch.ones(2, 5))
 
 
+class Conv1D(nn.Module):
+    """As in transformers: a linear layer with its weight the other way round."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(values(nx, nf, seed=7)), nn.Parameter(values(nf, seed=8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Mixed(nn.Module):
+    """A column-parallel layer of each kind, each before a row-parallel one: ``[b, s, 6]`` to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.fused_back = nn.Linear(6, 2 * 5), nn.Linear(5, 6)
+        self.up, self.down = Conv1D(10, 6), Conv1D(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.fused(x).chunk(2, dim=-1)
+        x = x + self.fused_back(torch.sigmoid(gate) * up)
+        y: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return y
+
+
+@pytest.mark.ranks(2)
+def test_gathered_inputs_are_kept_by_layers_of_each_kind() -> None:
+    mesh, x, weights = Mesh(tp=2), values(2, 6, 6), values(2, 6, 6, seed=2)
+    torch.manual_seed(3)
+    reference = Mixed().double()
+    right = x.clone().requires_grad_()
+    (reference(right) * weights).sum().backward()
+    plan = {"fused": "column:2", "fused_back": "row", "up": "column", "down": "row"}
+    gathers = []
+    for keep_inputs in (False, True):
+        split = parallelize(deepcopy(reference), plan, mesh.tp, sequence_dim=1, keep_inputs=keep_inputs)
+        own = part(x, mesh.tp, 1).clone().requires_grad_()
+        mesh.ledger.reset()
+        y = split(own)
+        (y * part(weights, mesh.tp, 1)).sum().backward()
+        gathers.append(mesh.ledger.total(kind="all_gather").calls)
+        assert_near(y, part(reference(x), mesh.tp, 1))
+        assert right.grad is not None
+        assert_near(own.grad, part(right.grad, mesh.tp, 1))
+        comm.sum_partial_gradients(split.parameters())
+        for name in ("up.weight", "down.weight", "up.bias", "down.bias", "fused_back.weight"):
+            parameter, grad = split.get_parameter(name), reference.get_parameter(name).grad
+            assert grad is not None
+            assert_near(parameter.grad, grad[comm.full_index(parameter)], name)
+        assert reference.fused.weight.grad is not None
+        for index, grads in enumerate(reference.fused.weight.grad.chunk(2)):
+            parameter = split.get_parameter(f"fused.{index}.weight")
+            assert_near(parameter.grad, grads[comm.full_index(parameter)])
+    assert gathers == [6, 4]
+
+
 @pytest.mark.ranks(2)
 def test_parameters_stay_the_same_objects() -> None:
     axis = Mesh(tp=2).tp
@@ -212,7 +270,9 @@ def test_what_would_be_lost_is_refused() -> None:
     with pytest.raises(ValueError, match="module 'head' has hooks"):
         parallelize(split, PLAN, axis)
     handle.remove()
-    with pytest.raises(ValueError, match="pass sequence_dim"):
+    with pytest.raises(ValueError, match="keeps what is gathered of a split sequence; pass sequence_dim"):
+        parallelize(split, PLAN, axis, keep_inputs=True)
+    with pytest.raises(ValueError, match="marks what sees a part of the sequence; pass sequence_dim"):
         parallelize(split, {"norm": "sequence"}, axis)
     with pytest.raises(
         ValueError, match=r"module 'blocks.0' .* 'blocks.0.query' in it is to be split \(column\)"

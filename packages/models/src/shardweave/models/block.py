@@ -27,7 +27,7 @@ class Block(nn.Module):
     ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
     all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
     states are this rank's share of the sequence; ``context``, ``context_form``: as in :class:`ParallelAttention`;
-    ``expert``, ``expert_data``: as in :class:`.Transformer`.
+    ``expert``, ``expert_data``, ``keep_inputs``: as in :class:`.Transformer`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Block(nn.Module):
         expert: Axis | None = None,
         expert_data: Axis | None = None,
         sequence_dim: int | None = None,
+        keep_inputs: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,12 +69,13 @@ class Block(nn.Module):
             context=context,
             context_form=context_form,
             sequence_dim=sequence_dim,
+            keep_inputs=keep_inputs,
             device=device,
             dtype=dtype,
         )
         self.mlp_norm = make_norm(config, partial_over=partial_over, device=device, dtype=dtype)
         self.mlp: MLP | MixtureOfExperts = (
-            MLP(config, axis, sequence_dim=sequence_dim, device=device, dtype=dtype)
+            MLP(config, axis, sequence_dim=sequence_dim, keep_inputs=keep_inputs, device=device, dtype=dtype)
             if config.experts == 0
             else make_mixture(
                 config, axis, expert=expert, expert_data=expert_data, context=context,

@@ -30,7 +30,7 @@ class FlopCount:
     """Forward and backward, three times ``forward``: the numerator of model FLOPs utilisation (MFU)."""
 
     hardware: int
-    """``model`` and the work recomputed in backward: the numerator of hardware FLOPs utilisation."""
+    """``model`` and the work done again in backward: the numerator of hardware FLOPs utilisation."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,18 @@ def forward_flops(config: TransformerConfig, *, batch: int = 1, sequence: int | 
 
 
 def flops(
-    config: TransformerConfig, *, batch: int, sequence: int | None = None, recompute: Recompute = "none"
+    config: TransformerConfig,
+    *,
+    batch: int,
+    sequence: int | None = None,
+    recompute: Recompute = "none",
+    chunked_loss: bool = False,
 ) -> FlopCount:
     """Operations of one training step over ``batch`` sequences, in whatever layout they are computed.
 
     ``recompute``: ``selective`` computes every block's scores and weighted values a second time in backward,
-    ``full`` every whole block (arXiv 2205.05198, sections 5 and 6); the head is never recomputed.
+    ``full`` every whole block (arXiv 2205.05198, sections 5 and 6). ``chunked_loss`` makes the logits once more, as
+    :class:`Transformer` with that option does (twice, where the head's weight gradient is deferred).
     """
     work = forward_flops(config, batch=batch, sequence=sequence)
     forward = config.layers * work.block + work.head
@@ -83,4 +89,5 @@ def flops(
     if recompute not in again:
         raise ValueError(f"recompute: {recompute!r} is not one of {', '.join(again)}")
     model = 3 * forward
-    return FlopCount(forward=forward, model=model, hardware=model + config.layers * again[recompute])
+    repeated = config.layers * again[recompute] + (work.head if chunked_loss else 0)
+    return FlopCount(forward=forward, model=model, hardware=model + repeated)

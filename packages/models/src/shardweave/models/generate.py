@@ -39,7 +39,8 @@ def generate(
     model.eval()
     try:
         for _ in range(new):
-            logits = model(tokens[:, -model.config.sequence :])[-1]  # [s, b, vocab] -> [b, vocab]
+            output = model(tokens[:, -model.config.sequence :])
+            logits = model.logits(output[-1:])[-1]  # of the last token: [1, b, vocab] -> [b, vocab]
             tokens = torch.cat([tokens, _pick(logits, temperature, top_k, source)], dim=1)
     finally:
         model.train(training)

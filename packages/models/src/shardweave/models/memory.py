@@ -26,6 +26,7 @@ __all__ = ["MemoryUse", "RankLayout", "memory"]
 
 _INDEX = 8  # bytes of an int64
 _FLAG = 1  # bytes of a bool
+_CHUNK = 1 << 26  # logits at once with a chunked loss on an accelerator, and more than on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,12 @@ class RankLayout:
 
     sequence_parallel: bool = False
     """Whether hidden states are split over the tensor axis between the layers."""
+
+    keep_inputs: bool = False
+    """With sequence parallelism, whether layers keep their gathered input."""
+
+    chunked_loss: bool = False
+    """Whether head and loss are computed for some tokens at a time."""
 
     context: int = 1
     """Size of the context axis, over which sequences are cut."""
@@ -133,6 +140,8 @@ class _Kept:
         self.exchanged = where.context > 1 and where.context_form == "all-to-all"
         self.tokens = batch * length // where.context
         self.local_tokens = self.tokens // where.tensor if where.sequence_parallel else self.tokens
+        self.chunked = where.chunked_loss
+        self.keeps_inputs = where.keep_inputs
         local = {
             entry.name.removeprefix(f"layers.{self.part.first}."): local_shape(
                 entry, where.tensor, where.tensor_rank
@@ -164,21 +173,24 @@ class _Kept:
         return self.heads * self.length**2 * self.element
 
     def logits(self) -> int:
-        """This rank's logits of one micro-batch, or their gradient."""
-        return self.tokens * self.vocab * self.element
+        """This rank's logits of one micro-batch, or their gradient; as many as there are at once."""
+        most = _CHUNK // max(self.vocab, 1) if self.chunked else self.tokens
+        return min(self.tokens, max(most, 1)) * self.vocab * self.element
 
     def embedding(self) -> int:
         places = _INDEX + (_FLAG if self.split else 0)
-        norm = self.norm() - self.hidden() if self.config.embedding_norm else 0  # what comes out is block 0's
+        norm = self.norm() if self.config.embedding_norm else 0
         return self.tokens * places + norm + self.dropout()
 
     def block(self) -> int:
-        return self.attention() + self.mlp() + 2 * (self.norm() + self.dropout())
+        return self.attention() + self.mlp() + 2 * (self.norm() + self.inputs() + self.dropout())
 
     def head(self) -> int:
         # Of the loss: the target and whether it is here and valid; the maximum, and two sums.
         loss = self.tokens * (_INDEX + 2 * _FLAG + 3 * self.wide)
-        return self.norm() + self.logits() + loss
+        if self.chunked:
+            return self.norm() + self.hidden() + loss
+        return self.norm() + self.inputs() + self.logits() + loss
 
     def hidden(self) -> int:
         return self.local_tokens * self.config.hidden * self.element
@@ -189,8 +201,12 @@ class _Kept:
         return 2 if self.config.norm == "layernorm" else 1
 
     def norm(self) -> int:
-        """Input and output, and the statistics: mean and deviation, or the root mean square."""
-        return 2 * self.hidden() + self.local_tokens * self.statistics * self.wide
+        """Input and statistics: mean and deviation, or the root mean square."""
+        return self.hidden() + self.local_tokens * self.statistics * self.wide
+
+    def inputs(self) -> int:
+        """What comes out of a norm and goes into the products behind it, as they keep it."""
+        return self.tokens * self.config.hidden * self.element if self.keeps_inputs else self.hidden()
 
     def dropout(self) -> int:
         return self.local_tokens * self.config.hidden * _FLAG if self.config.dropout else 0

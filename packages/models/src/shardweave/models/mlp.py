@@ -30,7 +30,7 @@ class MLP(FusedLayers):
     """``down(act(up(x)))``, or with swiglu ``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202, equation 6).
 
     The inner features are split over ``axis`` (unevenly where they do not divide). ``sequence_dim``: the dim
-    of the input that is split over the axis, or ``None``.
+    of the input that is split over the axis, or ``None``; ``keep_inputs``: as in :class:`ColumnParallelLinear`.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class MLP(FusedLayers):
         axis: Axis,
         *,
         sequence_dim: int | None = None,
+        keep_inputs: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -48,7 +49,14 @@ class MLP(FusedLayers):
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                hidden, ffn, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
+                hidden,
+                ffn,
+                axis,
+                bias=bias,
+                sequence_dim=sequence_dim,
+                keep_inputs=keep_inputs,
+                device=device,
+                dtype=dtype,
             )
 
         self.gate = column() if config.gated else None

@@ -9,7 +9,7 @@ copy::
                        s is then s/cp of a sequence that is cut over a context axis
       layers.first ... layers.last-1
       norm, head                                    the part with the head
-    logits [s, b, vocab/tp]
+    logits [s, b, vocab/tp]                         with chunked_loss only some tokens' at a time, in loss()
 
 The module tree spells the canonical parameter names, with global layer numbers, in every layout.
 """
@@ -44,6 +44,7 @@ from shardweave.tensor_parallel import (
     gather_context,
     mark_partial,
     vocab_parallel_cross_entropy,
+    vocab_parallel_head_loss,
 )
 
 from .block import Block
@@ -66,12 +67,17 @@ class Transformer(nn.Module):
         tensor: the axis that splits heads, MLP features and vocabulary; ``None``: nothing is split.
         sequence_parallel: whether hidden states between the split layers are split by sequence over
             ``tensor`` (arXiv 2205.05198, section 4.2.2). Has no effect on an axis of one rank.
+        keep_inputs: with sequence parallelism, whether layers keep their gathered input for the backward pass and do
+            not gather it again: 8 in place of 10 parts of what a block sends, for as much memory as the inputs take.
         context: the axis that each sequence is cut over; ``None``: sequences are whole. Tokens and targets are given
             whole to every rank of it, which takes its own (:func:`~shardweave.tensor_parallel.cut_context`). All
             parameters' gradients are recorded as partial over it.
         context_form: how attention spans it, as in :class:`~shardweave.tensor_parallel.ParallelAttention`.
         expert: the axis that experts, if there are some, are spread over (``mesh.ep``); ``None``: this rank has all.
         expert_data: the ranks with the same experts (``mesh.expert_data``); needed with an ``expert`` of several.
+        chunked_loss: whether the head and the loss are computed together, for some tokens at a time, so that all logits
+            are never there (:func:`~shardweave.tensor_parallel.vocab_parallel_head_loss`). A part with the head then
+            ends with hidden states; :meth:`loss` and :meth:`logits` take these. The head's product is made once more.
         part: what to hold of the model; ``None``: all of it.
         seed: of the initial values, see :meth:`initialize`.
         device: where; ``None``: torch's default device. On ``"meta"`` nothing is allocated nor initialised:
@@ -90,10 +96,12 @@ class Transformer(nn.Module):
         *,
         tensor: Axis | None = None,
         sequence_parallel: bool = False,
+        keep_inputs: bool = False,
         context: Axis | None = None,
         context_form: Literal["ring", "all-to-all"] = "ring",
         expert: Axis | None = None,
         expert_data: Axis | None = None,
+        chunked_loss: bool = False,
         part: Part | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -104,7 +112,9 @@ class Transformer(nn.Module):
         self.part = part if part is not None else Part.whole(config)
         self.axis = tensor if tensor is not None else Axis.single()
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        self.keep_inputs = keep_inputs and self.sequence_parallel
         self.context = context if context is not None else Axis.single("cp")
+        self.chunked_loss = chunked_loss
         _check_part(config, self.part)
         if expert is not None and expert.size > 1 and config.experts == 0:
             raise ValueError(
@@ -150,6 +160,7 @@ class Transformer(nn.Module):
                 expert=self._expert,
                 expert_data=self._expert_data,
                 sequence_dim=sequence_dim,
+                keep_inputs=self.keep_inputs,
                 device=meta,
                 dtype=dtype,
             )
@@ -162,6 +173,7 @@ class Transformer(nn.Module):
                 axis,
                 bias=False,
                 sequence_dim=sequence_dim,
+                keep_inputs=self.keep_inputs,
                 device=meta,
                 dtype=dtype,
             )
@@ -192,12 +204,13 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         routers: MicroBatchRouters | None = None,
     ) -> Tensor:
-        """Hidden states or, of a part with the head, logits.
+        """Hidden states or, of a part with the head and without ``chunked_loss``, logits.
 
         ``x``: tokens ``[b, s]`` int64 when the part holds the embedding, else the previous part's hidden
         states ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism); hidden states come out in the same
         shape. Logits are ``[s, b, vocab_r]``: this rank's part of the vocabulary, of the whole sequence. With a
-        context axis hidden states and logits are of this rank's ``s / cp`` tokens; tokens are whole.
+        context axis hidden states and logits are of this rank's ``s / cp`` tokens; tokens are whole. With
+        ``chunked_loss`` what comes out of the last part are hidden states, too, normed ones.
 
         ``streams``: the keys of the dropout masks, for masks that are the same in every layout. Without them,
         in training, a seed is drawn from torch's default generator (and shared over the tensor axis); then
@@ -225,33 +238,57 @@ class Transformer(nn.Module):
             x = self._embed(x, local, masks, documents)
         for block in self.layers.values():
             x = block(x, masks, documents, routers)
-        return self._logits(self.norm(x)) if self.part.head else x
+        if not self.part.head:
+            return x
+        x = self.norm(x)
+        return x if self.chunked_loss else self._head(x)
 
-    def loss(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
         """The SUM of the cross entropies of all valid tokens, 0-d, in float32 or wider, equal on all tensor
         ranks; with a context axis of this rank's own tokens.
 
-        ``logits`` ``[s, b, vocab_r]`` from :meth:`forward`; ``targets`` ``[b, s]`` int64, ``ignore_index``
-        where there is none. Divide by the number of valid tokens of the whole global batch: a mean taken here
-        would weigh short micro-batches too much. Without any valid token the loss is 0, and so are the
-        gradients.
+        ``output`` is what :meth:`forward` gave, logits ``[s, b, vocab_r]`` or, with ``chunked_loss``, hidden states;
+        ``targets`` ``[b, s]`` int64, ``ignore_index`` where there is none. Divide by the number of valid tokens of the
+        whole global batch: a mean taken here would weigh short micro-batches too much. Without any valid token the loss
+        is 0, and so are the gradients.
         """
-        ranks = self.context.size
-        if targets.dim() != 2 or (logits.shape[0] * ranks, logits.shape[1]) != targets.t().shape:
+        split = self.axis.size if self.chunked_loss and self.sequence_parallel else 1
+        ranks = self.context.size * split
+        if targets.dim() != 2 or (output.shape[0] * ranks, output.shape[1]) != targets.t().shape:
+            what, width = ("hidden states", "h") if self.chunked_loss else ("logits", "vocab")
             raise ValueError(
-                f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}: "
-                f"targets are [b, s] where logits are [s{f' / {ranks}' if ranks > 1 else ''}, b, vocab]"
+                f"targets of shape {tuple(targets.shape)} for {what} of shape {tuple(output.shape)}: "
+                f"targets are [b, s] where {what} are [s{f' / {ranks}' if ranks > 1 else ''}, b, {width}]"
             )
-        targets = cut_context(targets, self.context, 1)
-        each = vocab_parallel_cross_entropy(
-            logits, targets.t(), self.axis, vocab_size=self.config.vocab, ignore_index=ignore_index
+        own = cut_context(targets, self.context, 1).t()
+        size = self.config.vocab
+        if not self.chunked_loss:
+            each = vocab_parallel_cross_entropy(
+                output, own, self.axis, vocab_size=size, ignore_index=ignore_index
+            )
+            return each.sum()
+        each = vocab_parallel_head_loss(
+            output,
+            self.embedding.weight if self.config.tie_embeddings else self.head.weight,
+            own,
+            self.axis,
+            vocab_size=size,
+            sequence_dim=0 if self.sequence_parallel else None,
+            ignore_index=ignore_index,
         )
         return each.sum()
 
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """All logits ``[s, b, vocab]`` on every rank of the tensor and context axes, from each rank's ``[s, b,
-        vocab_r]``."""
-        words = gather_from(logits, self.axis, -1, split_sizes(self.config.vocab, self.axis.size))
+    def logits(self, output: Tensor) -> Tensor:
+        """This rank's logits ``[s, b, vocab_r]``, from what :meth:`forward` gave: these themselves, or hidden states
+        with ``chunked_loss``, of which :meth:`loss` does not make all logits at once."""
+        return self._head(output) if self.chunked_loss else output
+
+    def gather_logits(self, output: Tensor) -> Tensor:
+        """All logits ``[s, b, vocab]`` on every rank of the tensor and context axes, from what :meth:`forward` gave
+        each."""
+        words = gather_from(
+            self.logits(output), self.axis, -1, split_sizes(self.config.vocab, self.axis.size)
+        )
         return gather_context(words, self.context, 0)
 
     def _routers(self, given: MicroBatchRouters | None) -> MicroBatchRouters | None:
@@ -359,10 +396,16 @@ class Transformer(nn.Module):
             x = self.embedding_norm(x)
         return masks.drop(x, 0, "embedding")
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _head(self, x: Tensor) -> Tensor:
         if self.config.tie_embeddings:
-            sequence_dim = 0 if self.sequence_parallel else None
-            return column_linear(x, [self.embedding.weight], [None], self.axis, sequence_dim=sequence_dim)
+            return column_linear(
+                x,
+                [self.embedding.weight],
+                [None],
+                self.axis,
+                sequence_dim=0 if self.sequence_parallel else None,
+                keep_inputs=self.keep_inputs,
+            )
         logits: Tensor = self.head(x)
         return logits
 

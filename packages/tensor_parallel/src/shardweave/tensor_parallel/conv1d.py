@@ -53,11 +53,13 @@ class ColumnParallelConv1D(ParallelLayer):
         *,
         gather_output: bool = False,
         sequence_dim: int | None = None,
+        keep_inputs: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.split = in_features, split.features, split
         self.axis, self.gather_output, self.sequence_dim = axis, gather_output, sequence_dim
+        self.keep_inputs = keep_inputs
         records = {
             "weight": split.sharding(axis, (in_features, split.features), 1),
             "bias": split.sharding(axis, (split.features,), 0),
@@ -68,7 +70,14 @@ class ColumnParallelConv1D(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out_r]`` (or ``[..., out]``)."""
         check_features(x, self.in_features, "this column-parallel layer")
-        y = column_linear(x, (self.weight.t(),), (self.bias,), self.axis, sequence_dim=self.sequence_dim)
+        y = column_linear(
+            x,
+            (self.weight.t(),),
+            (self.bias,),
+            self.axis,
+            sequence_dim=self.sequence_dim,
+            keep_inputs=self.keep_inputs,
+        )
         if not self.gather_output:
             return y
         return gather_from(y, self.axis, y.dim() - 1, part_sizes(self.out_features, self.axis))

@@ -21,7 +21,7 @@ from .origins import TreeOrigin, keep_trees, tree_origins
 from .plans import Plan, Style, resolve
 from .public_plans import plan_for
 from .replicas import mark_partial
-from .splitting import split_layer
+from .splitting import LayerOptions, split_layer
 from .surroundings import resolve_surroundings
 
 __all__ = ["parallelize"]
@@ -33,6 +33,7 @@ def parallelize(
     axis: Axis,
     *,
     sequence_dim: int | None = None,
+    keep_inputs: bool = False,
     check: bool = True,
 ) -> nn.Module:
     """Splits layers of ``module`` over ``axis``, in place, and returns it; :func:`gather` puts it together again.
@@ -64,14 +65,18 @@ def parallelize(
     Parameters stay the same objects with smaller data (except under ``column:N``): ties and ``requires_grad`` keep
     working; an optimizer is built afterwards. Code between the layers has to take sizes from its tensors, since there
     are fewer features (heads) on a rank, or the :class:`Plan` has to say what it reads instead. ``sequence_dim`` is
-    given to all replaced layers. ``check`` compares the weights' checksums over the ranks first, since slices of
-    different matrices would train without an error.
+    given to all replaced layers, ``keep_inputs`` to the column-parallel ones. ``check`` compares the weights' checksums
+    over the ranks first, since slices of different matrices would train without an error.
 
     Raises:
         ValueError: for a pattern without a match, a wrong kind of layer, a style that does not exist, heads that
-            cannot be shared by the ranks, contradicting ties, hooks or gradients that would be lost, or ranks that
-            hold different weights. The module is then unchanged.
+            cannot be shared by the ranks, contradicting ties, hooks or gradients that would be lost, ``keep_inputs``
+            without ``sequence_dim``, or ranks that hold different weights. The module is then unchanged.
     """
+    if keep_inputs and sequence_dim is None:
+        raise ValueError(
+            "keep_inputs=True keeps what is gathered of a split sequence; pass sequence_dim, or leave it out"
+        )
     if isinstance(plan, str):
         plan = _plan_by_name(plan, module, axis, sequence_dim)
     plan = plan if isinstance(plan, Plan) else Plan(plan)
@@ -87,10 +92,11 @@ def parallelize(
         _check_same({path: modules[path] for path in split}, axis)
     replaced: dict[int, nn.Module] = {}
     done: set[int] = set()
+    options = LayerOptions(sequence_dim, keep_inputs)
     for path, style in split.items():
         old = modules[path]
         if id(old) not in replaced:
-            replaced[id(old)] = split_layer(old, style, axis, sequence_dim, done)
+            replaced[id(old)] = split_layer(old, style, axis, options, done)
         if not path:
             return replaced[id(old)]
         parent, _, name = path.rpartition(".")

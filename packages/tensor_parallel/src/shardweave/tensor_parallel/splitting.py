@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from .plans import Style
 from .products import column_linear
 from .resizing import replace_values
 
-__all__ = ["BlockColumnLinear", "split_layer"]
+__all__ = ["BlockColumnLinear", "LayerOptions", "split_layer"]
 
 
 class BlockColumnLinear(FusedLayers):
@@ -31,12 +31,25 @@ class BlockColumnLinear(FusedLayers):
     """
 
     def __init__(
-        self, in_features: int, blocks: Sequence[int], axis: Axis, *, bias: bool, sequence_dim: int | None
+        self,
+        in_features: int,
+        blocks: Sequence[int],
+        axis: Axis,
+        *,
+        bias: bool,
+        sequence_dim: int | None,
+        keep_inputs: bool = False,
     ) -> None:
         super().__init__()
         for index, features in enumerate(blocks):
             part = ColumnParallelLinear(
-                in_features, features, axis, bias=bias, sequence_dim=sequence_dim, device="meta"
+                in_features,
+                features,
+                axis,
+                bias=bias,
+                sequence_dim=sequence_dim,
+                keep_inputs=keep_inputs,
+                device="meta",
             )
             self.add_module(str(index), part)
 
@@ -47,19 +60,28 @@ class BlockColumnLinear(FusedLayers):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., sum of this rank's parts]``."""
         parts = self.fused()
-        check_features(x, parts[0].in_features, "this column-parallel layer")
+        first = parts[0]
+        check_features(x, first.in_features, "this column-parallel layer")
         weights, biases = [part.weight for part in parts], [part.bias for part in parts]
-        return column_linear(x, weights, biases, parts[0].axis, sequence_dim=parts[0].sequence_dim)
+        return column_linear(
+            x, weights, biases, first.axis, sequence_dim=first.sequence_dim, keep_inputs=first.keep_inputs
+        )
 
 
-def split_layer(
-    old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None, done: set[int]
-) -> nn.Module:
+@dataclass(frozen=True)
+class LayerOptions:
+    """What all layers that are split have in common, beside the axis."""
+
+    sequence_dim: int | None = None
+    keep_inputs: bool = False
+
+
+def split_layer(old: nn.Module, style: Style, axis: Axis, options: LayerOptions, done: set[int]) -> nn.Module:
     """The parallel layer for ``old``, with its parameters cut down; ``done`` has the ids of those already cut."""
     if style.blocks > 1:
-        new = _split_blocks(old, style.blocks, axis, sequence_dim)
+        new = _split_blocks(old, style.blocks, axis, options)
     else:
-        new = _empty_layer(old, style, axis, sequence_dim)
+        new = _empty_layer(old, style, axis, options)
         for name, parameter in list(old.named_parameters(recurse=False)):
             record = sharding_of(new.get_parameter(name))
             if id(parameter) not in done:
@@ -72,8 +94,9 @@ def split_layer(
     return new.train(old.training)
 
 
-def _empty_layer(old: nn.Module, style: Style, axis: Axis, sequence_dim: int | None) -> nn.Module:
+def _empty_layer(old: nn.Module, style: Style, axis: Axis, options: LayerOptions) -> nn.Module:
     """The parallel layer for ``old``, without values."""
+    sequence_dim = options.sequence_dim
     if isinstance(old, nn.Embedding):
         return VocabParallelEmbedding(
             old.num_embeddings,
@@ -94,7 +117,13 @@ def _empty_layer(old: nn.Module, style: Style, axis: Axis, sequence_dim: int | N
     split, gather_output = _split_features(outputs, style, axis), style.kind == "column_gather"
     if is_conv1d(old):
         return ColumnParallelConv1D(
-            inputs, split, axis, gather_output=gather_output, sequence_dim=sequence_dim, device="meta"
+            inputs,
+            split,
+            axis,
+            gather_output=gather_output,
+            sequence_dim=sequence_dim,
+            keep_inputs=options.keep_inputs,
+            device="meta",
         )
     return ColumnParallelLinear(
         inputs,
@@ -103,6 +132,7 @@ def _empty_layer(old: nn.Module, style: Style, axis: Axis, sequence_dim: int | N
         bias=old.bias is not None,
         gather_output=gather_output,
         sequence_dim=sequence_dim,
+        keep_inputs=options.keep_inputs,
         device="meta",
     )
 
@@ -113,11 +143,16 @@ def _split_features(features: int, style: Style, axis: Axis) -> FeatureSplit:
     return split_features(features, axis)
 
 
-def _split_blocks(old: nn.Module, blocks: int, axis: Axis, sequence_dim: int | None) -> nn.Module:
+def _split_blocks(old: nn.Module, blocks: int, axis: Axis, options: LayerOptions) -> nn.Module:
     inputs, outputs = features_of(old)
     size = outputs // blocks
     new = BlockColumnLinear(
-        inputs, [size] * blocks, axis, bias=old.bias is not None, sequence_dim=sequence_dim
+        inputs,
+        [size] * blocks,
+        axis,
+        bias=old.bias is not None,
+        sequence_dim=options.sequence_dim,
+        keep_inputs=options.keep_inputs,
     )
     own = split_features(size, axis).index
     for index, part in enumerate(new.fused()):
