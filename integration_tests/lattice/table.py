@@ -83,6 +83,8 @@ OPTIONS: tuple[Option, ...] = (
     _layout("context", "parallel.context", 1, 2, 4),
     _layout("form", "parallel.context_form", "ring", "all-to-all"),
     _layout("sequence", "parallel.sequence", False, True),
+    _layout("inputs", "parallel.keep_inputs", False, True),
+    _layout("chunked_loss", "batch.chunked_loss", False, True),
     _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
     _layout("stage", "zero.stage", 0, 1, 2, 3),
     _layout("between", "zero.shard_between_micro_batches", "auto", True, False),
@@ -154,6 +156,10 @@ def _heads_are_exchanged_over_context_ranks(form: str, context: int, tensor: int
 
 def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
     return tensor > 1 or not sequence
+
+
+def _gathered_inputs_are_kept(inputs: bool, sequence: bool) -> bool:
+    return sequence or not inputs
 
 
 def _a_schedule_is_for_stages(schedule: str, pipeline: int) -> bool:
@@ -229,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     _context_ranks_leave_tensor_ranks_equal_parts,
     _heads_are_exchanged_over_context_ranks,
     _a_sequence_is_shared_by_tensor_ranks,
+    _gathered_inputs_are_kept,
     _a_schedule_is_for_stages,
     _gradients_are_sharded_from_stage_two_on,
     _what_is_gathered_is_prefetched,

@@ -45,6 +45,8 @@ def test_the_longest_path_decides() -> None:
         ("zero.prefetch=0", 0, 0),
         ("zero.max_live_parameters=1000", 0, 0),
         ("zero.keep_gathered=1000", 0, 0),
+        ("parallel.keep_inputs=true", 0, 0),
+        ("batch.chunked_loss=true", 0, 0),
         ("run.name=other", 0, 0),
         ("data.source=/elsewhere", 0, 0),
         ("model.layers=5", 1, 0),

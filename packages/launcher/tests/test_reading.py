@@ -38,10 +38,11 @@ model:
   balance_loss: 0.01
   z_loss: 0.0
 data:       {source: builtin, tokenizer: byte, validation: 0.05}
-parallel:   {data: auto, tensor: 1, pipeline: 1, context: 1, expert: 1, sequence: true, schedule: 1f1b, chunks: 1}
+parallel:   {data: auto, tensor: 1, pipeline: 1, context: 1, context_form: ring, expert: 1, sequence: true,
+             keep_inputs: false, schedule: 1f1b, chunks: 1}
 zero:       {stage: 1, offload: none, prefetch: auto, max_live_parameters: auto, keep_gathered: auto,
              shard_between_micro_batches: auto, gradient_dtype: auto, reduce_dtype: auto, replicas: 1}
-batch:      {global: 16, micro: 2}
+batch:      {global: 16, micro: 2, chunked_loss: false}
 optimizer:  {name: adamw, lr: 1.0e-3, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 0.1,
              clip: 1.0, schedule: cosine, warmup: 10, min_lr: 1.0e-4}
 precision:  fp32

@@ -24,6 +24,10 @@ from shardweave.launcher.unbuilt import table, unbuilt
             "`parallel.sequence: false` has no effect because `parallel.tensor` is 1",
         ),
         (
+            "parallel.keep_inputs=true",
+            "`parallel.keep_inputs: true` has no effect because `parallel.tensor` is 1",
+        ),
+        (
             "parallel.context_form=all-to-all",
             "`parallel.context_form: all-to-all` has no effect because `parallel.context` is 1",
         ),

@@ -56,6 +56,7 @@ LLAMA = (
 GPT = (
     "model.position=learned", "model.embedding_norm=false", "model.dropout=0.2", "model.attention_dropout=0.1",
 )  # fmt: skip
+CHUNKED = ("batch.chunked_loss=true",)
 EIGHT = ("model.hidden=32", "model.heads=8", "model.kv_heads=4")
 
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
@@ -67,7 +68,14 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     4: [
         ("parallel.data=2", "parallel.pipeline=2", "parallel.schedule=gpipe", *LLAMA),
         ("parallel.tensor=4", "parallel.sequence=false", "zero.stage=0", "model.kv_heads=2", *LLAMA),
-        ("parallel.tensor=4", "model.kv_heads=2", "zero.stage=0", *GPT),
+        (
+            "parallel.tensor=4",
+            "parallel.keep_inputs=true",
+            "model.kv_heads=2",
+            "zero.stage=0",
+            *CHUNKED,
+            *GPT,
+        ),
         ("parallel.data=4", "zero.stage=2", "batch.global=16", *GPT),
         (
             "parallel.data=2",
@@ -75,9 +83,10 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             "zero.stage=3",
             "zero.prefetch=2",
             "zero.keep_gathered=5000",
+            *CHUNKED,
         ),
         ("parallel.pipeline=4", "optimizer.name=sgd", "optimizer.clip=null"),
-        ("parallel.context=4", "zero.stage=3", *LLAMA),
+        ("parallel.context=4", "zero.stage=3", *CHUNKED, *LLAMA),
         ("parallel.context=2", "parallel.context_form=all-to-all", "parallel.tensor=2", "zero.stage=1", *GPT),
     ],
     8: [

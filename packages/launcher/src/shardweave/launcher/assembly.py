@@ -110,6 +110,8 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         shape,
         tensor=mesh.tp,
         sequence_parallel=config.parallel.sequence,
+        keep_inputs=config.parallel.keep_inputs,
+        chunked_loss=config.batch.chunked_loss,
         context=mesh.cp,
         context_form=config.parallel.context_form,
         part=part,

@@ -191,6 +191,9 @@ class Parallel(_Block):
     """Ranks that share the experts of one layer."""
     sequence: Flag = True
     """Whether the tensor ranks also share what lies between their layers (sequence parallelism)."""
+    keep_inputs: Flag = False
+    """Whether layers that gather their input from the tensor ranks' parts of the sequence keep it whole, and do not
+    gather it again for the backward pass: a fifth fewer bytes, for memory."""
     schedule: Literal[
         "gpipe",
         "1f1b",
@@ -241,6 +244,9 @@ class Batch(_Block):
     """Sequences per optimizer step, over all ranks."""
     micro: Size = 2
     """Sequences that one rank computes at once."""
+    chunked_loss: Flag = False
+    """Whether the output head and the loss are computed for some of their tokens at a time, and the logits once more in
+    backward: all logits are never there. Worth it where the vocabulary is large."""
 
 
 class Optimizer(_Block):

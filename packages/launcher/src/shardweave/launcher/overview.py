@@ -170,6 +170,8 @@ def _held(
             tensor=layout.tensor,
             tensor_rank=rank,
             sequence_parallel=config.parallel.sequence and layout.tensor > 1,
+            keep_inputs=config.parallel.keep_inputs and config.parallel.sequence,
+            chunked_loss=config.batch.chunked_loss,
             context=layout.context,
             data=layout.sharing // num_replicas(config),
             zero_stage=config.zero.stage,

@@ -63,6 +63,11 @@ _NEVER_SKIPS = _when(lambda config: config.guard.nonfinite != "skip", "`guard.no
 _NEVER_SAVES = _when(lambda config: config.checkpoint.every == 0, "`checkpoint.every` is 0")
 
 
+def _inputs_are_whole(config: Config) -> str | None:
+    whole = None if config.parallel.sequence else "`parallel.sequence` is false: inputs are whole anyway"
+    return _NO_TENSOR(config) or whole
+
+
 def _stop_too_late(config: Config) -> str | None:
     late = config.run.stop_after is not None and config.run.stop_after >= config.run.steps
     return f"the run ends after `run.steps: {config.run.steps}` anyway" if late else None
@@ -92,6 +97,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("parallel", "context_form"), _NO_CONTEXT),
     _Idle(("parallel", "expert"), _DENSE),
     _Idle(("parallel", "sequence"), _NO_TENSOR),
+    _Idle(("parallel", "keep_inputs"), _inputs_are_whole),
     _Idle(("parallel", "schedule"), _ONE_STAGE),
     _Idle(("zero", "shard_between_micro_batches"), _WHOLE_GRADIENTS),
     _Idle(("zero", "replicas"), _NO_SHARDS),

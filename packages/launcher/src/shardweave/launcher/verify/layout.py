@@ -47,7 +47,8 @@ def verify_layout(
 def capture_reference(config: Config, steps: int, *, dataset: Dataset | None = None) -> Capture:
     """What one process computes in the first `steps` steps; the process may be a rank of any world."""
     alone = config.zero.model_copy(update={"replicas": 1})  # which one process has no ranks for
-    config = config.model_copy(update={"zero": alone})
+    at_once = config.batch.model_copy(update={"chunked_loss": False})  # the loss in the plain way
+    config = config.model_copy(update={"zero": alone, "batch": at_once})
     with torch.enable_grad():
         trainer = Trainer(config, Mesh.single(), dataset=dataset)
     watcher = Watcher(trainer)
