@@ -54,6 +54,16 @@ def test_replaced_fields_are_derived_again() -> None:
         ("attention_dropout", -0.1, ["attention_dropout", "-0.1"]),
         ("norm_eps", 0.0, ["norm_eps", "positive"]),
         ("init_std", math.inf, ["init_std", "finite"]),
+        ("experts", -1, ["experts: -1", "at least 0"]),
+        ("experts", 4.0, ["experts: 4.0", "whole number"]),
+        ("experts", 1, ["experts_per_token: 2 of 1 experts", "at most 1"]),
+        ("experts_per_token", 0, ["experts_per_token: 0", "at least 1"]),
+        ("balance_loss", -0.1, ["balance_loss: -0.1", "at least 0, which turns it off"]),
+        ("router_z_loss", math.nan, ["router_z_loss: nan"]),
+        ("expert_capacity", 0.0, ["expert_capacity: 0.0", "or None to take all"]),
+        ("expert_capacity", 1.25, ["expert_capacity: 1.25 is for experts, and experts is 0"]),
+        ("router_z_loss", 0.1, ["router_z_loss: 0.1 is for experts"]),
+        ("router_bias", True, ["router_bias: True is for experts"]),
     ],
 )
 def test_bad_values_name_field_value_and_remedy(field: str, value: object, words: list[str]) -> None:

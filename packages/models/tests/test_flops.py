@@ -85,6 +85,13 @@ def test_sc21_paper_formula_with_recompute() -> None:
     assert flops(config, batch=batch, recompute="full").hardware == pytest.approx(paper, rel=1e-12)
 
 
+def test_tokens_go_through_some_experts_and_the_router() -> None:
+    """Of a layer's 3072 for the MLP 2 experts make 6144; the router multiplies 8 by 4 for each of 4 tokens."""
+    config = replace(_case(2), experts=4)
+    assert flops(config, batch=1).forward == 10880 + 2 * (3072 + 2 * 4 * 8 * 4)
+    assert flops(replace(config, expert_capacity=0.5), batch=1) == flops(config, batch=1)
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="recompute: 'half'"):
         flops(_case(2), batch=1, recompute="half")  # type: ignore[arg-type]
@@ -96,6 +103,11 @@ def test_wrong_arguments_are_named() -> None:
 def test_b120_torch_counts_the_same(kv_heads: int) -> None:
     """With attention dropout the core is written out; torch's counter does not know the fused one of the CPU."""
     config = replace(_case(kv_heads), attention_dropout=0.1)
+    assert _counted(Transformer(config), config) == flops(config, batch=1).model
+
+
+def test_torch_counts_the_same_of_experts() -> None:
+    config = replace(_case(2), attention_dropout=0.1, experts=4, balance_loss=0.0)
     assert _counted(Transformer(config), config) == flops(config, batch=1).model
 
 

@@ -17,6 +17,7 @@ from shardweave.models import (
     Part,
     Transformer,
     TransformerConfig,
+    count_parameters,
     initial_rule,
     local_shape,
     parameter_shapes,
@@ -43,6 +44,7 @@ def test_rules_by_name() -> None:
         "layers.7.mlp_norm.bias": Constant(0.0),
         "layers.7.mlp.up.weight": Normal(0.02),
         "layers.7.mlp.down.weight": residual,
+        "layers.7.mlp.router.weight": Normal(0.02),
         "norm.weight": Constant(1.0),
         "head.weight": Normal(0.02),
     }
@@ -105,6 +107,40 @@ def test_b030_gathered_weights_are_bit_equal_in_every_layout(tp: int, dp: int, p
         assert torch.equal(piece, whole[entry.name]), entry.name
         replicas = comm.broadcast(piece.clone(), mesh.dp)
         assert torch.equal(piece, replicas), entry.name
+
+
+def test_an_expert_starts_by_its_number_alone() -> None:
+    """However many there are; in one part and another, and on a layer's own deviation."""
+    few, many = replace(WIDE, experts=2, bias=None), replace(WIDE, experts=5, router_bias=True, bias=None)
+    (first, second) = (dict(Transformer(config, seed=1).named_parameters()) for config in (few, many))
+    for role, std in (("gate", 0.02), ("up", 0.02), ("down", 0.01)):
+        name = f"layers.1.mlp.{role}.weight"
+        assert torch.equal(first[name], second[name][:2])
+        assert not torch.equal(second[name][0], second[name][1])
+        assert second[name].std().item() == pytest.approx(std, rel=0.05)
+    model = Transformer(many, device="meta").to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(math.nan)
+    model.initialize(1)
+    assert not any(buffer.any() for buffer in model.buffers())
+    assert len(list(model.buffers())) == 2
+
+
+@pytest.mark.ranks(4)
+def test_experts_start_the_same_in_every_layout() -> None:
+    config = replace(WIDE, experts=4, bias=None)
+    whole = dict(Transformer(config, seed=7).named_parameters())
+    for dp, tp in ((2, 2), (4, 1)):
+        mesh = Mesh(dp=dp, ep=dp, tp=tp)
+        split = Transformer(config, tensor=mesh.tp, expert=mesh.ep, expert_data=mesh.expert_data, seed=7)
+        held = {name: tuple(parameter.shape) for name, parameter in split.named_parameters()}
+        assert held == {e.name: local_shape(e, tp, mesh.tp.rank, dp) for e in parameter_shapes(config)}
+        here = count_parameters(config, tensor=tp, rank=mesh.tp.rank, expert=dp)
+        assert sum(parameter.numel() for parameter in split.parameters()) == here
+        for name, parameter in split.named_parameters():
+            assert torch.equal(parameter, whole[name][comm.full_index(parameter)]), name
+            assert comm.sharding_of(parameter).shape == whole[name].shape
+        mesh.close()
 
 
 @pytest.mark.ranks(4)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
-from packages.models.tests.reference import FAMILIES
+from packages.models.tests.reference import FAMILIES, MIXTURES
 from torch import Tensor
 
 from shardweave.comm import Axis, DropoutStreams, Mesh
 from shardweave.models import (
     Part,
     RankLayout,
+    StepRouters,
     Transformer,
     TransformerConfig,
     memory,
@@ -25,7 +26,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def _larger(family: str) -> TransformerConfig:
-    return replace(FAMILIES[family], hidden=64, heads=8, head_dim=None, ffn=None, vocab=101, sequence=32)
+    config = {**FAMILIES, **MIXTURES}[family]
+    return replace(config, hidden=64, heads=8, head_dim=None, ffn=None, vocab=101, sequence=32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,6 +152,42 @@ def test_a_chunked_loss_has_as_many_logits_as_are_there_at_once() -> None:
     assert hidden < logits / 100
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_of_experts_are_what_autograd_keeps(dtype: torch.dtype) -> None:
+    for family in ("mixtral", "three"):
+        for batch in (1, 3):
+            _expect_activations(_larger(family), dtype, batch, None)
+
+
+@pytest.mark.ranks(4)
+def test_activations_and_states_of_split_experts_are_what_is_there() -> None:
+    """Ranks of ``ep`` get more or fewer rows than the mean; together they get as many."""
+    mesh = Mesh(dp=2, ep=2, tp=2)
+    for sequence_parallel in (False, True):
+        for family in ("mixtral", "three"):
+            config = _larger(family)
+            _expect_activations(config, torch.float32, 2, mesh.tp, sequence_parallel=sequence_parallel)
+            model = Transformer(config, tensor=mesh.tp, expert=mesh.ep, expert_data=mesh.expert_data)
+            layout = RankLayout(tensor=2, tensor_rank=mesh.tp.rank, expert=2)
+            assert memory(config, layout=layout).parameters == sum(p.nbytes for p in model.parameters())
+
+
+def test_room_for_fewer_keeps_less() -> None:
+    """At most what is estimated, as some experts have room to spare."""
+    config = replace(_larger("switch"), expert_capacity=0.5)
+    kept, use = _kept(Transformer(config), 2), memory(config, micro_batch=2)
+    assert 0.9 < kept / (use.activations - 2 * 32 * 101 * 4) <= 1.01
+
+
+def test_experts_are_sharded_over_those_who_have_the_same() -> None:
+    config = _larger("mixtral")
+    dense = memory(replace(config, experts=0, router_z_loss=0.0), layout=RankLayout()).parameters // 4
+    experts = 2 * 4 * 3 * 64 * config.ffn_size
+    dense += 2 * 4 * 64 - 2 * 3 * 64 * config.ffn_size  # with routers, without the one network
+    use = memory(config, layout=RankLayout(data=8, expert=4, zero_stage=3))
+    assert use.parameters == 4 * (-(-dense // 8) + experts // 8)
+
+
 def test_micro_batches_in_flight_multiply_what_is_kept() -> None:
     config = _larger("gpt2")
     one, three = (memory(config, in_flight=count).activations for count in (1, 3))
@@ -228,9 +266,11 @@ def _kept(model: Transformer, batch: int) -> int:
         split = model.axis.size if model.sequence_parallel else 1
         dtype = next(model.parameters()).dtype
         x = torch.randn(config.sequence // split, batch, config.hidden, dtype=dtype).requires_grad_()
-    streams = DropoutStreams(1, 1, torch.arange(batch))
+    arguments: dict[str, Any] = {"streams": DropoutStreams(1, 1, torch.arange(batch))}
+    if config.experts:
+        arguments["routers"] = StepRouters(config, sequences=batch, tokens=text.numel()).micro_batch()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = model(x, streams=streams)
+        y = model(x, **arguments)
         loss = model.loss(y, text[:, 1:]) if model.part.head else y.sum()
     kept = sum(t.untyped_storage().nbytes() for pointer, t in storages.items() if pointer not in owned)
     loss.backward()

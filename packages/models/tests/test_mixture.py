@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from packages.models.tests.reference import MIXTURES, batch_of, build, reference_mean_loss
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardweave import comm
 from shardweave.comm import DropoutStreams, Mesh
-from shardweave.models import Part, RouterStatistics, StepRouters, Transformer, TransformerConfig
+from shardweave.models import Part, RouterStatistics, StepRouters, Transformer, TransformerConfig, generate
 from shardweave.tensor_parallel import assert_replicas_equal
 
 
@@ -186,7 +188,7 @@ def test_training_on_four_ranks_is_that_of_one() -> None:
         ({"pp": 2, "dp": 2, "ep": 2}, False),
         ({"pp": 2, "tp": 2}, True),
     ):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         micro, dropout = next(turns)
         config = replace(next(kinds), dropout=dropout)
         expect_equal_training(config, mesh, sequence_parallel=sequence_parallel, micro=micro)
@@ -196,7 +198,150 @@ def test_training_on_four_ranks_is_that_of_one() -> None:
 @pytest.mark.ranks(8)
 def test_training_on_eight_ranks_is_that_of_one() -> None:
     for sizes in ({"dp": 2, "ep": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "ep": 2, "tp": 2}):
-        mesh = Mesh(**sizes)
+        mesh = Mesh.of(sizes)
         for config in list(MIXTURES.values())[:2]:
             expect_equal_training(config, mesh, sequence_parallel=True)
         mesh.close()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_blocks_that_are_computed_again_count_once(family: str) -> None:
+    """Both kinds of checkpointing, of each block and of the whole model; one value for each layer and micro-batch."""
+    config = replace(MIXTURES[family], dropout=0.2)
+    tokens, targets = batch_of(config)
+    found = []
+    for way in (None, "block", "reentrant", "model"):
+        model = build(config)
+        for block in model.layers.values() if way in ("block", "reentrant") else ():
+            inner = functools.partial(checkpoint, block.forward, use_reentrant=way == "reentrant")
+            block.forward = inner
+        routers = StepRouters(config, sequences=3, tokens=24)
+        for own in torch.arange(3).split(2):
+            call = functools.partial(model, streams=DropoutStreams(3, 1, own), routers=routers.micro_batch())
+            whole = way == "model"
+            logits = checkpoint(call, tokens[own], use_reentrant=False) if whole else call(tokens[own])
+            model.loss(logits, targets[own]).backward()
+        found.append((gradients(model), routers.statistics()))
+    (right, expected), *others = found
+    for gradient, seen in others:
+        assert all(torch.equal(gradient[name], right[name]) for name in right)
+        assert torch.equal(seen.counts, expected.counts)
+        assert torch.equal(seen.balance_loss, expected.balance_loss)
+        assert torch.equal(seen.dropped, expected.dropped)
+    assert expected.counts.sum() == 2 * 24 * config.experts_per_token
+
+
+def test_evaluation_is_not_noted_and_needs_no_losses() -> None:
+    config = MIXTURES["mixtral"]
+    model = build(config)
+    tokens, targets = batch_of(config)
+    with pytest.raises(ValueError, match=r"balance_loss 0\.3 and router_z_loss 0\.02.*StepRouters"):
+        model(tokens)
+    with torch.no_grad():
+        expected = model(tokens)
+    routers = StepRouters(config, sequences=3, tokens=24)
+    for given in (None, routers.micro_batch()):
+        near(model.eval()(tokens, routers=given), expected)
+    seen = routers.statistics()
+    assert (seen.loss, seen.dropped_share) == (0.0, 0.0)
+    assert seen.load.tolist() == [0.0, 0.0]
+    plain = build(replace(config, balance_loss=0.0, router_z_loss=0.0))
+    plain.loss(plain(tokens), targets).backward()
+
+
+def test_frozen_parameters_get_nothing_and_others_what_is_theirs() -> None:
+    """Of frozen routers the losses still reach what is before them."""
+    config = MIXTURES["switch"]
+    model = build(config)
+    tokens, targets = batch_of(config)
+    one_process(model, tokens, targets)
+    right = gradients(model)
+    for kept in (".mlp.", "router", ""):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(kept not in name)
+        if kept:
+            one_process(model, tokens, targets)
+        else:  # nothing wants a gradient
+            routers = StepRouters(config, sequences=3, tokens=24)
+            assert not model(tokens, routers=routers.micro_batch()).requires_grad
+            assert routers.statistics().counts.sum() == 2 * 24
+        for name, parameter in model.named_parameters():
+            if kept in name:
+                assert parameter.grad is None, name
+            else:
+                near(parameter.grad, right[name], name, rtol=1e-9)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_token_does_not_depend_on_later_ones_nor_on_other_sequences(family: str) -> None:
+    """So that generation continues as training has seen it; a capacity counts a share of ``config.sequence`` tokens."""
+    model = build(MIXTURES[family]).eval()
+    tokens, _ = batch_of(model.config)
+    whole = model(tokens)
+    for length in (1, 3, 6):
+        near(model(tokens[:, :length]), whole[:length])
+        near(model(tokens[1:2, :length]), whole[:length, 1:2])
+    text = generate(model, tokens[:, :5], 3, temperature=0)
+    for end in range(5, 8):
+        assert torch.equal(text[:, end], model(text)[end - 1].argmax(-1))
+
+
+def test_packed_documents_are_as_if_alone() -> None:
+    """Without a capacity, which is shared by the documents of a row."""
+    model = build(MIXTURES["mixtral"]).eval()
+    tokens, _ = batch_of(model.config)
+    packed = model(tokens, documents=torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]).expand(3, -1))
+    near(packed[:5], model(tokens[:, :5]))
+    near(packed[5:], model(tokens[:, 5:]))
+
+
+def test_biases_move_towards_experts_with_less_to_do() -> None:
+    config = MIXTURES["three"]
+    model = build(config)
+    tokens, targets = batch_of(config)
+    _, seen = one_process(model, tokens, targets)
+    model.move_router_biases(seen, 0.25)
+    state = model.state_dict()
+    for layer in range(2):
+        mean = seen.counts[layer].double().mean()
+        expected = [0.25 * float(torch.sign(mean - count)) for count in seen.counts[layer]]
+        assert state[f"layers.{layer}.mlp.router.bias"].tolist() == expected
+    _, moved = one_process(model, tokens, targets)
+    assert not torch.equal(moved.counts, seen.counts)
+    with pytest.raises(ValueError, match="no router_bias"):
+        build(MIXTURES["mixtral"]).move_router_biases(seen, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_formats_and_a_loss_scale(dtype: torch.dtype) -> None:
+    """Losses of routers are computed wide; with the scale of float16 their gradients have it, too."""
+    config = MIXTURES["mixtral"]
+    model, right = Transformer(config, dtype=dtype), Transformer(config, dtype=torch.float64)
+    right.load_state_dict(model.state_dict())
+    tokens, targets = batch_of(config)
+    one_process(model, tokens, targets, scale=1024.0)
+    _, seen = one_process(right, tokens, targets, scale=1024.0)
+    assert seen.balance_loss.dtype == torch.float64
+    for (name, gradient), expected in zip(gradients(model).items(), gradients(right).values(), strict=True):
+        assert (gradient - expected).norm() < 0.1 * expected.norm(), name
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one_process(Transformer(config), tokens, targets)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_is_refused() -> None:
+    mesh = Mesh(dp=2, ep=2)
+    axes: dict[str, Any] = {"expert": mesh.ep, "expert_data": mesh.expert_data}
+    dense = replace(MIXTURES["mixtral"], experts=0, router_z_loss=0.0)
+    with pytest.raises(ValueError, match="for a model without experts"):
+        Transformer(dense, **axes)
+    with pytest.raises(ValueError, match="5 experts cannot be spread evenly over the 2 ranks"):
+        Transformer(replace(MIXTURES["mixtral"], experts=5), **axes)
+    with pytest.raises(ValueError, match=r"need reduced=mesh\.expert_data"):
+        Transformer(MIXTURES["mixtral"], expert=mesh.ep)
+    with pytest.raises(ValueError, match="has no experts"):
+        StepRouters(dense, sequences=1, tokens=1)
+    with pytest.raises(ValueError, match="sequences: 0 and tokens: 1"):
+        StepRouters(MIXTURES["mixtral"], sequences=0, tokens=1)
+    assert mesh.ledger.total().calls == 0

@@ -22,6 +22,7 @@ PUBLISHED = {
     "llama-2-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 
@@ -32,6 +33,14 @@ def test_every_preset_has_a_published_count() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameter_count_is_the_published_one(name: str) -> None:
     assert count_parameters(preset(name)) == PUBLISHED[name]
+
+
+def test_a_token_of_a_mixture_meets_fewer() -> None:
+    """Mixtral: "13B active parameters"; 2 of 8 experts of 3 matrices in each of 32 layers."""
+    config = preset("mixtral-8x7b")
+    assert count_parameters(config, active=True) == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336
+    assert count_parameters(config, active=True, expert=4, tensor=2) < count_parameters(config, active=True)
+    assert count_parameters(preset("gpt2"), active=True) == PUBLISHED["gpt2"]
 
 
 def test_the_default_mlp_width_is_llamas_own() -> None:

@@ -187,6 +187,12 @@ def test_the_bias_moves_towards_experts_that_have_less_to_do_alike_on_all_ranks(
     assert "bias" in router.state_dict()
 
 
+def test_a_function_of_gate_and_up_takes_the_place_of_their_product() -> None:
+    x = values(LENGTH, BATCH, HIDDEN, seed=5)
+    one, other = mixture(activation=F.gelu), mixture(gating=lambda gate, up: F.gelu(gate) * up)
+    assert torch.equal(one(x)[0], other(x)[0])
+
+
 def test_losses_of_a_batch_are_the_sums_of_its_sequences() -> None:
     net, x = mixture(), values(LENGTH, BATCH, HIDDEN, seed=5)
     whole = net.router(x)

@@ -57,8 +57,12 @@ class RankLayout:
     context_form: Literal["ring", "all-to-all"] = "ring"
     """How attention spans it."""
 
+    expert: int = 1
+    """Ranks that experts are spread over, inside the data axis (``mesh.ep``)."""
+
     data: int = 1
-    """Ranks that states are sharded over: the data axis, times the context axis."""
+    """Ranks that states are sharded over: the data axis, times the context axis. Those of experts are sharded over
+    ``expert`` times fewer."""
 
     zero_stage: int = 0
     """0: everything whole; 1: optimizer state sharded over ``data``; 2: gradients, too; 3: and parameters."""
@@ -110,8 +114,12 @@ def memory(
     where = layout if layout is not None else RankLayout()
     wide = torch.promote_types(dtype, torch.float32).itemsize
     entries = parameter_shapes(config, where.part)
-    count = sum(math.prod(local_shape(entry, where.tensor, where.tensor_rank)) for entry in entries)
-    shard = math.ceil(count / where.data) if where.zero_stage > 0 else count
+    counts = {False: 0, True: 0}  # by whether they are experts'
+    for entry in entries:
+        counts[entry.stacked] += math.prod(local_shape(entry, where.tensor, where.tensor_rank, where.expert))
+    count = shard = sum(counts.values())
+    if where.zero_stage > 0:
+        shard = math.ceil(counts[False] / where.data) + math.ceil(counts[True] * where.expert / where.data)
     sharded = where.zero_stage >= 2 and not where.whole_gradients
     master = wide if dtype.itemsize < wide else 0
     length = config.sequence if sequence is None else sequence
@@ -151,7 +159,7 @@ class _Kept:
         self.query = config.query_size // where.tensor
         self.heads = config.heads // where.tensor
         self.kv = max(config.num_kv_heads // where.tensor, 1) * config.head_size
-        self.ffn = local["mlp.up.weight"][0] if self.part.layers else 0
+        self.ffn = local["mlp.up.weight"][-2] if self.part.layers else 0
         self.vocab = local[self.head_name][0] if self.part.head else 0
 
     @property
@@ -183,7 +191,8 @@ class _Kept:
         return self.tokens * places + norm + self.dropout()
 
     def block(self) -> int:
-        return self.attention() + self.mlp() + 2 * (self.norm() + self.inputs() + self.dropout())
+        fed_forward = self.experts() + self.hidden() if self.config.experts else self.mlp() + self.inputs()
+        return self.attention() + self.inputs() + fed_forward + 2 * (self.norm() + self.dropout())
 
     def head(self) -> int:
         # Of the loss: the target and whether it is here and valid; the maximum, and two sums.
@@ -256,3 +265,25 @@ class _Kept:
     def mlp(self) -> int:
         """What goes into the activation (gate and up, if there are two) and what comes out of it."""
         return self.tokens * self.ffn * (3 if self.config.gated else 2) * self.element
+
+    def experts(self) -> int:
+        """The router, then rows as :meth:`mlp` for each choice, as if all experts and ranks had as many.
+
+        A row is kept as it comes to its expert and as it comes back.
+        """
+        config, k = self.config, self.config.experts_per_token
+        taken = min(1.0, config.expert_capacity or 1.0)  # of all choices, at most
+        here, there = (round(tokens * k * taken) for tokens in (self.local_tokens, self.tokens))
+        chosen = self.local_tokens * (
+            config.experts * (_INDEX + 2 * self.wide) + k * (self.wide + self.element)
+        )
+        if self.element < self.wide:
+            # The router multiplies wide copies, in place of what the norm made: the rows are copies, too.
+            chosen += self.local_tokens * config.hidden * (self.wide - self.element)
+            chosen += config.experts * config.hidden * self.wide
+        rows = there * (config.hidden + self.ffn * (3 if config.gated else 2)) * self.element
+        back = self.local_tokens * k * config.hidden * self.element
+        if config.expert_capacity is not None:
+            # As they are before zeros are put between them.
+            back += here * (config.hidden * self.element + _INDEX)
+        return chosen + rows + back + 2 * (here + there) * _INDEX

@@ -13,13 +13,14 @@ from shardweave.comm import Axis
 from shardweave.tensor_parallel import MixtureOfExperts
 
 from .config import TransformerConfig
+from .functions import swiglu
 
 __all__ = ["make_mixture"]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
-    "swiglu": functional.silu,  # of the gate
+    "swiglu": functional.silu,
 }
 
 
@@ -48,6 +49,7 @@ def make_mixture(
         sequence_parallel=sequence_parallel,
         gated=config.gated,
         activation=_ACTIVATIONS[config.activation],
+        gating=swiglu if config.gated else None,
         capacity=config.expert_capacity,
         capacity_length=config.sequence,
         bias=config.router_bias,

@@ -76,6 +76,12 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig
     return _llama(layers, hidden, heads, ffn, kv_heads=8, vocab=128256, sequence=8192, rotary_base=500000.0)
 
 
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
+    """Mixtral (arXiv 2401.04088, table 1)."""
+    llama = _llama(layers, hidden, heads, ffn, kv_heads=8, sequence=32768, rotary_base=1000000.0)
+    return replace(llama, experts=8, experts_per_token=2)
+
+
 PRESETS: dict[str, TransformerConfig] = {
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
@@ -91,6 +97,7 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama-2-70b": _llama(80, 8192, 64, 28672, kv_heads=8),
     "llama-3-8b": _llama3(32, 4096, 32, 14336),
     "llama-3-70b": _llama3(80, 8192, 64, 28672),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336),
 }
 """Every preset by name; read through :func:`preset`, which explains a misspelt one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,9 @@ class MixtureOfExperts(nn.Module):
     ``tp``: splits each of them. ``capacity``: tokens of a sequence that an expert takes, as a multiple of an even
     share; the choices beyond it add nothing to the output. None: all are taken ("dropless"). The share is one of
     ``capacity_length`` tokens, so that what is left out does not depend on what comes later in a sequence; by default
-    of as many as it has. ``context``: axis that sequences are cut over (:func:`.cut_context`). ``bias``: see
-    :class:`TopKRouter`.
+    of as many as it has. ``gating``: a function of what ``gate`` and ``up`` give, in place of ``activation(gate) *
+    up``, that keeps less for the backward pass. ``context``: axis that sequences are cut over (:func:`.cut_context`).
+    ``bias``: see :class:`TopKRouter`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MixtureOfExperts(nn.Module):
         sequence_parallel: bool = False,
         gated: bool = True,
         activation: Callable[[Tensor], Tensor] = F.silu,
+        gating: Callable[[Tensor, Tensor], Tensor] | None = None,
         capacity: float | None = None,
         capacity_length: int | None = None,
         bias: bool = False,
@@ -82,7 +84,7 @@ class MixtureOfExperts(nn.Module):
         self._apart = sequence_parallel and self._tp.size > 1
         """Whether the ranks of tp have different tokens."""
         self._cut = tuple(axis for axis in (context, self._tp if self._apart else None) if axis is not None)
-        self._context, self._activation = context, activation
+        self._context, self._activation, self._gating = context, activation, gating
         self._capacity, self._capacity_length = capacity, capacity_length
         self.router = TopKRouter(hidden, experts, k, bias=bias, device=device, dtype=dtype)
         for axis in self._cut:
@@ -127,13 +129,7 @@ class MixtureOfExperts(nn.Module):
         rows = way.send(slots if kept is None else slots.index_select(0, kept))
         if not self._apart:
             rows = copy_to(rows, self._tp)
-        out = self.up(rows, way.counts)
-        out = (
-            self._activation(out)
-            if self.gate is None
-            else self._activation(self.gate(rows, way.counts)) * out
-        )
-        out = self.down(out, way.counts)
+        out = self.down(self._inner(rows, way.counts), way.counts)
         if not self._apart:
             out = reduce_from(out, self._tp)
         out = way.back(out)
@@ -147,3 +143,11 @@ class MixtureOfExperts(nn.Module):
             tokens_by_expert(routing).sum(0),
             torch.as_tensor(chosen.numel() - taken, device=x.device),
         )
+
+    def _inner(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """[n, hidden] to [n, ffn_r]."""
+        up: Tensor = self.up(rows, counts)
+        if self.gate is None:
+            return self._activation(up)
+        gate: Tensor = self.gate(rows, counts)
+        return self._activation(gate) * up if self._gating is None else self._gating(gate, up)
