@@ -138,13 +138,26 @@ def step(
     return total, routers.statistics(mesh.world)
 
 
+def compute_again(model: Transformer, *, reentrant: bool = False) -> None:
+    """Every block runs again in the backward pass."""
+    for block in model.layers.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+
+
 def expect_equal_training(
-    config: TransformerConfig, mesh: Mesh, *, sequence_parallel: bool = False, micro: int = 2
+    config: TransformerConfig,
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    micro: int = 2,
+    recompute: bool = False,
 ) -> None:
     """Three steps of Adam over four sequences."""
     batch = batch_of(config, batch=4)
     alone = Mesh.single()
     whole, split = build(config), split_model(config, mesh, sequence_parallel=sequence_parallel)
+    if recompute:
+        compute_again(split)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, split)]
     full = dict(whole.named_parameters())
     for number in range(3):
@@ -197,10 +210,11 @@ def test_training_on_four_ranks_is_that_of_one() -> None:
 
 @pytest.mark.ranks(8)
 def test_training_on_eight_ranks_is_that_of_one() -> None:
+    """All at once, and every block computed again."""
     for sizes in ({"dp": 2, "ep": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "ep": 2, "tp": 2}):
         mesh = Mesh.of(sizes)
         for config in list(MIXTURES.values())[:2]:
-            expect_equal_training(config, mesh, sequence_parallel=True)
+            expect_equal_training(config, mesh, sequence_parallel=True, recompute=True)
         mesh.close()
 
 
@@ -212,9 +226,8 @@ def test_blocks_that_are_computed_again_count_once(family: str) -> None:
     found = []
     for way in (None, "block", "reentrant", "model"):
         model = build(config)
-        for block in model.layers.values() if way in ("block", "reentrant") else ():
-            inner = functools.partial(checkpoint, block.forward, use_reentrant=way == "reentrant")
-            block.forward = inner
+        if way in ("block", "reentrant"):
+            compute_again(model, reentrant=way == "reentrant")
         routers = StepRouters(config, sequences=3, tokens=24)
         for own in torch.arange(3).split(2):
             call = functools.partial(model, streams=DropoutStreams(3, 1, own), routers=routers.micro_batch())
