@@ -85,6 +85,13 @@ def test_the_padding_row_starts_at_zero_and_stays(padding: int) -> None:
 def test_with_sequence_parallelism_the_sum_is_a_reduce_scatter() -> None:
     mesh = Mesh(tp=2)
     layer = VocabParallelEmbedding(7, 4, mesh.tp, sequence_dim=0, dtype=F64)
+    layer(torch.arange(6))
+    compared = mesh.ledger.total("tp", "all_gather")
+    assert (compared.calls, compared.bytes) == (
+        1,
+        2 * 3 * 8,
+    )  # the first call compares three numbers of the ids
+    mesh.ledger.reset()
     y = layer(torch.arange(6))
     assert y.shape == (3, 4)
     y.sum().backward()

@@ -279,7 +279,7 @@ def test_what_would_be_lost_is_refused() -> None:
     ):
         parallelize(split, PLAN | {"blocks.0": "sequence"}, axis, sequence_dim=1)
     parallelize(split, PLAN, axis)
-    with pytest.raises(ValueError, match="is a VocabParallelEmbedding"):
+    with pytest.raises(ValueError, match=r"'embed' is split already \(a VocabParallelEmbedding\)"):
         parallelize(split, PLAN, axis)
     assert_parameters_equal(split, model())
 

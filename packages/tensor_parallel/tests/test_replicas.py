@@ -179,6 +179,29 @@ def test_bits_are_compared() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_copies_of_other_shapes_are_no_copies() -> None:
+    """Also where their bytes are equal, and where one would not fit the other's memory."""
+    axis = Mesh(tp=2).tp
+    first = axis.is_first
+    for own, message in (
+        (
+            torch.zeros(2, 3) if first else torch.zeros(3, 2),
+            r"a is \(2, 3\) of torch.float32 on rank 0 and \(3, 2\)",
+        ),
+        (torch.zeros(4) if first else torch.zeros(9), r"a is \(4,\) of torch.float32 on rank 0 and \(9,\)"),
+        (
+            torch.zeros(2, dtype=torch.float32 if first else F64),
+            r"torch.float32 on rank 0 and \(2,\) of torch.float64",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            assert_replicas_equal(nn.ParameterDict({"a": own}), axis)
+    one = nn.ParameterDict({"a": torch.zeros(2)} | ({} if first else {"b": torch.zeros(2)}))
+    with pytest.raises(RuntimeError, match=r"b is \(2,\) of torch.float32 on rank 1 and missing on rank 0"):
+        assert_replicas_equal(one, axis)
+
+
+@pytest.mark.ranks(2)
 def test_marking() -> None:
     axis = Mesh(tp=2).tp
     norm = nn.LayerNorm(4)

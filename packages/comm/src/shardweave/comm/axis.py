@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
 
 import torch.distributed as dist
@@ -188,6 +188,14 @@ class Axis:
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is a handle of this process (its process group, its ledger), so it cannot be pickled, and "
+            f"what holds "
+            "it neither (torch.save of a module with split layers): save module.state_dict(), or the module that "
+            "shardweave.tensor_parallel.gather gives back"
+        )
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size}, global ranks {self.ranks})"

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from shardweave.comm import Axis, combine_keys, keyed_dropout
 
 from .alibi import Alibi, later_keys
+from .asking import check_axes, check_sequence_dim
 from .context import check_context, context_ranges, cut_context
 from .core import Scoring
 from .documents import check_documents
+from .eager import eager
 from .features import FeatureSplit, split_heads
 from .fused import FusedLayers, fused_linear
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -104,8 +106,10 @@ class ParallelAttention(FusedLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_axes(axis, context)
         kv_heads = heads if kv_heads is None else kv_heads
         check_heads(heads, kv_heads, axis)
+        check_sequence_dim(sequence_dim)
         if head_dim is None and hidden % heads:
             raise ValueError(
                 f"{heads} heads do not divide hidden size {hidden}; pass head_dim, or change one of them"
@@ -185,6 +189,13 @@ class ParallelAttention(FusedLayers):
             ValueError: in training with dropout but without ``keys``; for a sequence that the context axis cannot
                 share, or something that is not of the whole sequence.
         """
+        hidden = self.query.in_features
+        if x.dim() != 3 or x.shape[-1] != hidden:
+            layout = f"[s, b, {hidden}]" if self.sequence == 0 else f"[b, s, {hidden}]"
+            raise ValueError(
+                f"input of shape {tuple(x.shape)}: attention takes {layout}; a single sequence, too, has a "
+                f"batch dimension (x.unsqueeze({1 - self.sequence}))"
+            )
         batch, length = self._measure(x)
         check_context(length, self.context)
         self._check(batch, length, positions, keys, documents)
@@ -227,6 +238,7 @@ class ParallelAttention(FusedLayers):
         y: Tensor = self.output(self._merged(mixed))
         return y
 
+    @eager
     def _core_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         if self.context.size == 1:
             return local_attention(query, key, value, scoring)
@@ -301,6 +313,18 @@ class ParallelAttention(FusedLayers):
             f"heads={self.heads} (here {self.heads // self.axis.size}), kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}, "
             f"axis={self.axis.name}:{self.axis.size}, context={self.context_form}:{self.context.size}"
+        )
+
+
+def _check_axes(axis: Axis, context: Axis | None) -> None:
+    check_axes(axis=axis)
+    if context is None:
+        return
+    check_axes(context=context)
+    if len(set(axis.ranks) & set(context.ranks)) > 1:
+        raise ValueError(
+            f"axis={axis!r} shares the heads and context={context!r} the sequence: they have more than this rank in "
+            "common; give two axes of one mesh, such as mesh.tp and mesh.cp of Mesh(cp=2, tp=2), or leave context out"
         )
 
 

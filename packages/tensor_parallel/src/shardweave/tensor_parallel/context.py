@@ -21,6 +21,9 @@ from torch import Tensor
 
 from shardweave.comm import Axis, gather_from
 
+from .asking import check_axes
+from .eager import eager
+
 __all__ = ["check_context", "context_positions", "context_ranges", "cut_context", "gather_context"]
 
 
@@ -54,6 +57,7 @@ def check_context(length: int, axis: Axis, *, tensor: int = 1) -> None:
 
     ValueError: when twice the size of the axis does not divide ``length``, or ``tensor`` does not divide a rank's part.
     """
+    check_axes(axis=axis)
     ranks = axis.size
     if ranks > 1 and length % (2 * ranks):
         raise ValueError(
@@ -78,6 +82,7 @@ def cut_context(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     ValueError: as :func:`check_context`.
     """
+    check_axes(axis=axis)
     if axis.size == 1:
         return x
     check_context(x.shape[dim], axis)
@@ -85,12 +90,14 @@ def cut_context(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, part.start, len(part)) for part in ranges], dim)
 
 
+@eager
 def gather_context(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The whole sequence along ``dim``, in its true order, from every rank's part ``x``. All ranks call it.
 
     Forward is an all-gather. What follows is the same on every rank, so backward keeps this rank's part of the
     gradient.
     """
+    check_axes(axis=axis)
     if axis.size == 1:
         return x
     whole = gather_from(x, axis, dim)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Sharding, gather_from
+from shardweave.comm import Axis, Sharding
 
-from .features import FeatureSplit, part_sizes
+from .alike import Alike
+from .features import FeatureSplit
 from .layer import ParallelLayer
-from .linear import check_features
-from .products import column_linear, row_linear
+from .linear import check_features, check_row_input
+from .products import column_linear, gathered_features, row_linear
 
 __all__ = ["ColumnParallelConv1D", "RowParallelConv1D", "features_of", "is_conv1d"]
 
@@ -60,6 +61,7 @@ class ColumnParallelConv1D(ParallelLayer):
         self.in_features, self.out_features, self.split = in_features, split.features, split
         self.axis, self.gather_output, self.sequence_dim = axis, gather_output, sequence_dim
         self.keep_inputs = keep_inputs
+        self.alike = Alike()
         records = {
             "weight": split.sharding(axis, (in_features, split.features), 1),
             "bias": split.sharding(axis, (split.features,), 0),
@@ -70,6 +72,7 @@ class ColumnParallelConv1D(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out_r]`` (or ``[..., out]``)."""
         check_features(x, self.in_features, "this column-parallel layer")
+        self.alike.check_parts(x, self.axis, self.sequence_dim)
         y = column_linear(
             x,
             (self.weight.t(),),
@@ -80,7 +83,7 @@ class ColumnParallelConv1D(ParallelLayer):
         )
         if not self.gather_output:
             return y
-        return gather_from(y, self.axis, y.dim() - 1, part_sizes(self.out_features, self.axis))
+        return gathered_features(y, self.out_features, self.axis)
 
     def extra_repr(self) -> str:
         return (
@@ -120,8 +123,7 @@ class RowParallelConv1D(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_r]`` to ``[..., out]``, or this rank's part of it along ``sequence_dim``."""
-        whose = f"this row-parallel layer, fed by a column-parallel one with {self.in_features} in all,"
-        check_features(x, self.split.length, whose)
+        check_row_input(x, self.split, self.axis)
         return row_linear(x, self.weight.t(), self.bias, self.axis, sequence_dim=self.sequence_dim)
 
     def extra_repr(self) -> str:

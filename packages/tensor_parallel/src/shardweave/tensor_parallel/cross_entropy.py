@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from shardweave.comm import Axis
 
+from .eager import eager
 from .features import FeatureSplit, split_features
 from .products import as_rows
 from .token_loss import Labels, LossTerms, Statistics, TokenNumbers, labels_here
@@ -32,6 +33,7 @@ _CHUNK_ON_ACCELERATOR = 1 << 26
 """256 MiB of float32: enough to fill a device, little beside its memory."""
 
 
+@eager
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -17,7 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from shardweave.comm import Axis, reduce_from, reduce_scatter_to
 
-from .features import split_features
+from .alike import Alike
+from .asking import check_sequence_dim
+from .eager import eager
+from .features import feature_split
 from .layer import ParallelLayer
 from .products import check_sequence
 from .weights import now_or_later
@@ -60,8 +63,10 @@ class VocabParallelEmbedding(ParallelLayer):
             raise ValueError(f"padding_idx {padding_idx} is not one of the {num_embeddings} rows")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.split = feature_split(num_embeddings, axis, "num_embeddings")
+        check_sequence_dim(sequence_dim)
         self.axis, self.sequence_dim = axis, sequence_dim
-        self.split = split_features(num_embeddings, axis)
+        self.alike = Alike()
         record = self.split.sharding(axis, (num_embeddings, embedding_dim), 0)
         self._new_parameters(
             {"weight": record}, {"weight": (self.split.length, embedding_dim)}, device, dtype
@@ -80,21 +85,25 @@ class VocabParallelEmbedding(ParallelLayer):
         )
         self.weight.copy_(whole.weight[self.split.index])
 
+    @eager
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids ``[...]`` to rows ``[..., h]``.
+        """Ids ``[...]`` to rows ``[..., h]``. The first call compares the ids of all ranks.
 
         Raises:
             ValueError: for an id outside the vocabulary (looked for on the CPU only; on an accelerator
-                looking would mean waiting for it), or a sequence that does not divide over the axis.
+                looking would mean waiting for it), ids that are no integers, a sequence that does not divide over
+                the axis, or ids that differ between its ranks.
         """
         check_ids(ids, self.num_embeddings, "token id")
         if self.sequence_dim is None:
+            self.alike.check_tokens(ids, self.axis)
             return reduce_from(self._own_rows(ids), self.axis)
         if not 0 <= self.sequence_dim < ids.dim():
             raise ValueError(
                 f"sequence_dim {self.sequence_dim} is not a dimension of ids of shape {tuple(ids.shape)}"
             )
         check_sequence(ids.shape[self.sequence_dim], self.axis)
+        self.alike.check_tokens(ids, self.axis)
         return reduce_scatter_to(self._own_rows(ids), self.axis, self.sequence_dim)
 
     def _own_rows(self, ids: Tensor) -> Tensor:
@@ -154,6 +163,10 @@ class _Lookup(torch.autograd.Function):
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
     """Refuses ids outside ``0 .. size - 1``; looks only where that costs no waiting for a device."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{what}s of {ids.dtype}: they are whole numbers, of an integer dtype such as torch.int64"
+        )
     if ids.device.type != "cpu" or not ids.numel():
         return
     low, high = (int(value) for value in torch.aminmax(ids))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from shardweave.comm import Axis, Sharding, Split, split_range, split_sizes
 
+from .asking import check_axes
+
 __all__ = ["FeatureSplit", "split_features", "split_heads"]
 
 
@@ -54,6 +56,7 @@ class FeatureSplit:
 
 def split_features(features: int, axis: Axis) -> FeatureSplit:
     """Balanced contiguous parts: the first ``features % axis.size`` ranks hold one feature more."""
+    check_axes(axis=axis)
     own = split_range(features, axis.size, axis.rank)
     return FeatureSplit(features, own.start, len(own))
 
@@ -64,6 +67,7 @@ def split_heads(heads: int, head_dim: int, axis: Axis) -> FeatureSplit:
     Raises:
         ValueError: when neither number divides the other.
     """
+    check_axes(axis=axis)
     features = heads * head_dim
     if heads % axis.size == 0:
         return split_features(features, axis)
@@ -75,6 +79,16 @@ def split_heads(heads: int, head_dim: int, axis: Axis) -> FeatureSplit:
         f"{heads} heads cannot be shared by the {axis.size} ranks of axis {axis.name!r}: the number of heads "
         f"must divide the number of ranks or be a multiple of it; use {_fitting(heads, axis.size)} ranks"
     )
+
+
+def feature_split(features: int | FeatureSplit, axis: Axis, name: str) -> FeatureSplit:
+    """Balanced parts of a number, or the split that was given; ``name`` is what the caller calls it."""
+    check_axes(axis=axis)
+    if isinstance(features, FeatureSplit):
+        return features
+    if not isinstance(features, int) or isinstance(features, bool) or features < 0:
+        raise ValueError(f"{name}={features!r}: give the whole number of features, or a FeatureSplit")
+    return split_features(features, axis)
 
 
 def part_sizes(features: int, axis: Axis) -> tuple[int, ...] | None:

@@ -33,6 +33,7 @@ def fused_linear(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Ten
     """
     first = layers[0]
     check_features(x, first.in_features, "these fused layers")
+    first.alike.check_parts(x, first.axis, first.sequence_dim)
     y = column_linear(
         x,
         [layer.weight for layer in layers],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, Split, all_gather, gather_values, set_sharding, sharding_of
 
+from .asking import check_axes
 from .linear import ColumnParallelLinear
 from .origins import LayerOrigin, keep_trees, layer_origin, tree_origins
 from .resizing import replace_values
@@ -43,6 +44,7 @@ def gather(module: nn.Module, axis: Axis) -> nn.Module:
         ValueError: when nothing in the module was split over this axis, or gradients or hooks would be lost.
             The module is then unchanged.
     """
+    check_axes(axis=axis)
     found = [(path, layer, origin) for path, layer, origin in _replaced(module) if origin.axis == axis]
     _check(module, found, axis)
     slices = _slices(found, axis)

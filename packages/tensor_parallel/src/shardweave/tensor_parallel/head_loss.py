@@ -33,6 +33,8 @@ from torch.autograd.function import once_differentiable
 from shardweave import comm
 from shardweave.comm import Axis
 
+from .asking import check_dtypes
+from .eager import eager
 from .features import FeatureSplit, split_features
 from .products import Call, as_rows, new_call
 from .token_loss import Labels, LossTerms, Statistics, TokenNumbers, labels_here
@@ -47,6 +49,7 @@ _CHUNK_ON_ACCELERATOR = 1 << 26
 """256 MiB of float32."""
 
 
+@eager
 def vocab_parallel_head_loss(
     x: Tensor,
     weight: Tensor,
@@ -88,6 +91,7 @@ def vocab_parallel_head_loss(
             f"vocabulary of {vocab_size}, of {x.shape[-1]} features as the input has; give the real size, without "
             "padding"
         )
+    check_dtypes(x, (weight,), call.dtype)
     if bias is not None and tuple(bias.shape) != (split.length,):
         raise ValueError(f"bias of shape {tuple(bias.shape)} for a weight of shape {tuple(weight.shape)}")
     tokens = list(x.shape[:-1])

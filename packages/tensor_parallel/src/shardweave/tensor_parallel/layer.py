@@ -19,6 +19,12 @@ from shardweave.comm import Sharding, set_sharding, sharding_of
 __all__ = ["ParallelLayer"]
 
 
+LOAD_WHOLE = (
+    "load whole weights before parallelize(), or between gather(module, axis) and parallelizing again; a layer that is "
+    "built split takes its own part, value[shardweave.comm.full_index(parameter)]"
+)
+
+
 class ParallelLayer(nn.Module):
     """Base of the layers that own split parameters. Not a layer itself."""
 
@@ -43,6 +49,8 @@ class ParallelLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any) -> None:
         before = self._records()
+        prefix, *_, errors = arguments  # of torch's signature
+        errors += whole_values(self, before, state_dict, prefix)
         super()._load_from_state_dict(state_dict, *arguments)  # with assign=True these are new parameters
         self._restore(before)
 
@@ -59,3 +67,17 @@ class ParallelLayer(nn.Module):
     def _restore(self, records: Mapping[str, Sharding]) -> None:
         for name, parameter in self.named_parameters(recurse=False):
             set_sharding(parameter, records[name])
+
+
+def whole_values(
+    layer: nn.Module, records: Mapping[str, Sharding], state_dict: Mapping[str, Any], prefix: str
+) -> list[str]:
+    """What to say of values in a state dict that are those of the whole parameter, and not of this rank's part."""
+    return [
+        f"{prefix}{name} is split over axis {record.splits[0].axis.name!r}, and the value is the whole one, of shape "
+        f"{record.shape}: {LOAD_WHOLE}."
+        for name, record in records.items()
+        if record.splits
+        and getattr(state_dict.get(prefix + name), "shape", None) == record.shape
+        and layer.get_parameter(name).shape != record.shape
+    ]

@@ -14,11 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Sharding, gather_from
+from shardweave.comm import Axis, Sharding
 
-from .features import FeatureSplit, part_sizes, split_features
+from .alike import Alike
+from .asking import check_sequence_dim
+from .features import FeatureSplit, feature_split
 from .layer import ParallelLayer
-from .products import column_linear, row_linear
+from .products import column_linear, gathered_features, row_linear
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -62,12 +64,14 @@ class ColumnParallelLinear(ParallelLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        split = split_features(out_features, axis) if isinstance(out_features, int) else out_features
+        split = feature_split(out_features, axis, "out_features")
+        check_sequence_dim(sequence_dim)
         if gather_output and split.copies > 1:
             raise ValueError("gather_output with features that ranks share would return them several times")
         self.in_features, self.out_features, self.split = in_features, split.features, split
         self.axis, self.gather_output, self.sequence_dim = axis, gather_output, sequence_dim
         self.keep_inputs = keep_inputs
+        self.alike = Alike()
         records = {"weight": split.sharding(axis, (split.features, in_features), 0)}
         if bias:
             records["bias"] = split.sharding(axis, (split.features,), 0)
@@ -96,6 +100,7 @@ class ColumnParallelLinear(ParallelLayer):
             ValueError: when the input's last dimension is not ``in_features``.
         """
         check_features(x, self.in_features, "this column-parallel layer")
+        self.alike.check_parts(x, self.axis, self.sequence_dim)
         y = column_linear(
             x,
             (self.weight,),
@@ -106,7 +111,7 @@ class ColumnParallelLinear(ParallelLayer):
         )
         if not self.gather_output:
             return y
-        return gather_from(y, self.axis, y.dim() - 1, part_sizes(self.out_features, self.axis))
+        return gathered_features(y, self.out_features, self.axis)
 
     def extra_repr(self) -> str:
         return (
@@ -147,7 +152,8 @@ class RowParallelLinear(ParallelLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        split = split_features(in_features, axis) if isinstance(in_features, int) else in_features
+        split = feature_split(in_features, axis, "in_features")
+        check_sequence_dim(sequence_dim)
         if split.copies > 1:
             raise ValueError(
                 "input features that ranks share would be summed several times; split them instead"
@@ -179,8 +185,7 @@ class RowParallelLinear(ParallelLayer):
             ValueError: when the last dimension is not this rank's part of ``in_features``, or the sequence
                 does not divide over the axis.
         """
-        whose = f"this row-parallel layer, fed by a column-parallel one with {self.in_features} in all,"
-        check_features(x, self.split.length, whose)
+        check_row_input(x, self.split, self.axis)
         return row_linear(x, self.weight, self.bias, self.axis, sequence_dim=self.sequence_dim)
 
     def extra_repr(self) -> str:
@@ -196,6 +201,19 @@ def check_features(x: Tensor, features: int, whose: str) -> None:
         raise ValueError(
             f"input of shape {tuple(x.shape)}: {whose} takes {features} features in the last dimension"
         )
+
+
+def check_row_input(x: Tensor, split: FeatureSplit, axis: Axis) -> None:
+    """Refuses an input of a row-parallel layer that is not this rank's part of its features."""
+    if x.dim() and x.shape[-1] == split.features != split.length:
+        raise ValueError(
+            f"input of shape {tuple(x.shape)}: all {split.features} features, of which a row-parallel layer takes this "
+            f"rank's {split.length}: those that a column-parallel layer before it gives, or "
+            f"shardweave.comm.scatter_to(x, axis, {x.dim() - 1}) for an input that every rank of {axis.name!r} has "
+            f"whole"
+        )
+    whose = f"this row-parallel layer, fed by a column-parallel one with {split.features} in all,"
+    check_features(x, split.length, whose)
 
 
 def _whole_linear(layer: ColumnParallelLinear | RowParallelLinear) -> nn.Linear:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, all_reduce, sharding_of
 
+from .asking import check_axes, check_sequence_dim
 from .conv1d import features_of
 from .features import split_heads
 from .origins import TreeOrigin, keep_trees, tree_origins
@@ -22,7 +23,7 @@ from .plans import Plan, Style, resolve
 from .public_plans import plan_for
 from .replicas import mark_partial
 from .splitting import LayerOptions, split_layer
-from .surroundings import resolve_surroundings
+from .surroundings import resolve_surroundings, withheld
 
 __all__ = ["parallelize"]
 
@@ -73,6 +74,12 @@ def parallelize(
             cannot be shared by the ranks, contradicting ties, hooks or gradients that would be lost, ``keep_inputs``
             without ``sequence_dim``, or ranks that hold different weights. The module is then unchanged.
     """
+    check_axes(axis=axis)
+    check_sequence_dim(sequence_dim)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module is a {type(module).__name__}: give the torch.nn.Module whose layers are to be split"
+        )
     if keep_inputs and sequence_dim is None:
         raise ValueError(
             "keep_inputs=True keeps what is gathered of a split sequence; pass sequence_dim, or leave it out"
@@ -80,6 +87,11 @@ def parallelize(
     if isinstance(plan, str):
         plan = _plan_by_name(plan, module, axis, sequence_dim)
     plan = plan if isinstance(plan, Plan) else Plan(plan)
+    if not plan.styles:
+        raise ValueError(
+            "the plan names no layer, so nothing would be split; give a mapping such as {'layers.*.fc1': 'column', "
+            "'layers.*.fc2': 'row'}, a Plan or 'auto'"
+        )
     styles = resolve(module, plan.styles)
     modules = dict(module.named_modules(remove_duplicate=False))
     split = {path: style for path, style in styles.items() if style.kind != "sequence"}
@@ -87,7 +99,7 @@ def parallelize(
         _check_replaceable(path, modules[path])
         _check_heads(path, modules[path], style, axis)
     _check_sequence_styles(styles, sequence_dim)
-    changes = resolve_surroundings(module, plan, axis)
+    changes = [*resolve_surroundings(module, plan, axis), *withheld(module)]
     if check:
         _check_same({path: modules[path] for path in split}, axis)
     replaced: dict[int, nn.Module] = {}
@@ -123,9 +135,17 @@ def _plan_by_name(name: str, module: nn.Module, axis: Axis, sequence_dim: int | 
 
 def _check_replaceable(path: str, module: nn.Module) -> None:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name) for name in hooks):
+    found = [hook for name in hooks for hook in getattr(module, name).values()]
+    if found:
+        hint = ""
+        if any(getattr(hook, "__name__", "") == "make_inputs_require_grads" for hook in found):
+            hint = (
+                ". One is that of transformers' enable_input_require_grads(), which activation_checkpointing_enable() "
+                "and gradient_checkpointing_enable() may call: call model.disable_input_require_grads(), and enable "
+                "them after the split"
+            )
         raise ValueError(
-            f"module {path!r} has hooks, which its replacement would lose; register them afterwards"
+            f"module {path!r} has hooks, which its replacement would lose; register them afterwards{hint}"
         )
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.grad is not None:

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .conv1d import features_of, is_conv1d
+from .layer import ParallelLayer
 
 __all__ = ["Cut", "Plan", "Style", "matching", "parse_style", "resolve"]
 
@@ -66,6 +67,26 @@ class Plan:
     random: Mapping[str, str] = field(default_factory=dict)
     """Modules whose random numbers (dropout of attention weights) differ between ranks, and the child with whose
     call that ends: the row-parallel layer, after which all ranks compute the same."""
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (
+            ("styles", str, "{'layers.*.fc1': 'column', 'layers.*.fc2': 'row'}"),
+            ("attributes", Mapping, "{'layers.*.attention': {'num_heads': 'divide'}}"),
+            ("arguments", Mapping, "{'layers.*.attention': {'alibi': Cut(dim=0, size=8)}}"),
+            ("random", str, "{'layers.*.attention': 'output'}"),
+        ):
+            given: object = getattr(self, name)
+            if not isinstance(given, Mapping):
+                raise ValueError(
+                    f"{name} of a plan are a {type(given).__name__}, {given!r}: give a mapping of patterns, such as "
+                    f"{example}"
+                )
+            for pattern, value in given.items():
+                if not isinstance(pattern, str) or not isinstance(value, kind):
+                    raise ValueError(
+                        f"{name} of a plan have {pattern!r}: {value!r}: patterns are text and what they stand for is "
+                        f"{'text' if kind is str else 'a mapping'}, such as {example}"
+                    )
 
 
 @dataclass(frozen=True)
@@ -163,6 +184,11 @@ def matching(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
 
 def _check_kind(path: str, module: nn.Module, style: Style) -> None:
     kinds = _KINDS[style.kind]
+    if kinds and isinstance(module, ParallelLayer):
+        raise ValueError(
+            f"module {path!r} is split already (a {type(module).__name__}), so {style} cannot split it; name "
+            "every layer in one plan, or call gather(module, axis) first"
+        )
     linear = style.is_column or style.is_row
     # Exactly that type: a subclass computes something else.
     if kinds and type(module) not in kinds and not (linear and is_conv1d(module)):

@@ -33,11 +33,15 @@ from shardweave import comm
 from shardweave.comm import Axis
 
 from .adjacency import joined
+from .asking import check_axes, check_dtypes, check_sequence_dim
+from .eager import eager
+from .features import part_sizes
 from .weights import ReadAgain, now_or_later, queue_of
 
 __all__ = ["autocast_dtype", "column_linear", "row_linear"]
 
 
+@eager
 def column_linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -61,6 +65,7 @@ def column_linear(
     its memory, and saves gathering it there again. An input that no weight's gradient needs is never kept.
     """
     call = new_call(x, axis, sequence_dim, len(weights), keep_inputs=keep_inputs)
+    check_dtypes(x, weights, call.dtype)
     given = [bias for bias in biases if bias is not None]
     if given and len(given) != len(weights):
         raise ValueError(
@@ -69,6 +74,13 @@ def column_linear(
     return cast(Tensor, _ColumnProduct.apply(x, call, *weights, *given))  # type: ignore[no-untyped-call]
 
 
+@eager
+def gathered_features(y: Tensor, features: int, axis: Axis) -> Tensor:
+    """All ``features``, of which each rank has its part in the last dimension of ``y``."""
+    return comm.gather_from(y, axis, y.dim() - 1, part_sizes(features, axis))
+
+
+@eager
 def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, *, sequence_dim: int | None = None
 ) -> Tensor:
@@ -82,6 +94,7 @@ def row_linear(
         ValueError: when the length of ``sequence_dim`` does not divide over the axis.
     """
     call = new_call(x, axis, sequence_dim, 1)
+    check_dtypes(x, (weight,), call.dtype)
     if sequence_dim is not None:
         check_sequence(x.shape[sequence_dim], axis)
     return cast(Tensor, _RowProduct.apply(x, call, weight, bias))  # type: ignore[no-untyped-call]
@@ -261,7 +274,9 @@ def _stacked(biases: Sequence[Tensor], call: Call) -> Tensor | None:
 def new_call(
     x: Tensor, axis: Axis, sequence_dim: int | None, num_weights: int, *, keep_inputs: bool = False
 ) -> Call:
-    """Refuses a sequence dimension that ``x`` does not have."""
+    """Refuses a sequence dimension that ``x`` does not have, and what is no axis."""
+    check_axes(axis=axis)
+    check_sequence_dim(sequence_dim)
     if sequence_dim is not None and not 0 <= sequence_dim < x.dim() - 1:
         raise ValueError(
             f"sequence_dim {sequence_dim} of an input of shape {tuple(x.shape)}: "

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, Sharding, broadcast, gather_values, set_sharding, sharding_of
 
+from .asking import check_axes
+
 __all__ = ["assert_replicas_equal", "check_replicas", "mark_partial"]
 
 
@@ -32,6 +34,7 @@ def mark_partial(parameters: nn.Module | Iterable[nn.Parameter], axis: Axis) -> 
         ValueError: for a parameter that is split over ``axis``: its ranks' gradients belong to different
             elements.
     """
+    check_axes(axis=axis)
     if axis.size == 1:
         return
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
@@ -56,9 +59,12 @@ def assert_replicas_equal(module: nn.Module, axis: Axis) -> None:
     each such parameter once, and one parameter's memory is needed beside the module.
 
     Raises:
-        RuntimeError: on all ranks of the axis. It names the parameters that differ, and for the first of them, in
-            the module's order, the ranks that differ and the first position and the values there.
+        RuntimeError: on all ranks of the axis, also where shapes or dtypes differ. It names the parameters that differ,
+            and for the first of them, in the module's order, the ranks that differ and the first position and the
+            values there.
     """
+    check_axes(axis=axis)
+    _check_kinds(module, axis)
     names: list[str] = []
     here: dict[str, tuple[list[int], str, str, int]] = {}
     for name, parameter, replicas in _replicated(module, axis):
@@ -91,6 +97,24 @@ def _report(wrong: Sequence[str], found: Sequence[Mapping[str, Sequence[Any]]], 
         f"{source} has {other}. A gradient that is partial there was not marked (mark_partial) or not summed before "
         "the step, or the ranks started from different values"
     )
+
+
+def _check_kinds(module: nn.Module, axis: Axis) -> None:
+    """RuntimeError: what is to be compared has another shape or dtype on another rank, or is not there."""
+    here = {
+        name: (f"{tuple(parameter.shape)} of {parameter.dtype}", list(replicas.ranks))
+        for name, parameter, replicas in _replicated(module, axis)
+    }
+    found = dict(zip(axis.ranks, gather_values(here, axis), strict=True))
+    for rank, kinds in found.items():
+        for name, (kind, ranks) in kinds.items():
+            for other in ranks:
+                there = found[other].get(name, ["missing"])[0]
+                if there != kind:
+                    raise RuntimeError(
+                        f"copies on the {axis.size} ranks of axis {axis.name!r} are of different kinds: {name} is "
+                        f"{kind} on rank {rank} and {there} on rank {other}; build the module alike on all ranks"
+                    )
 
 
 def _difference(own: Tensor, reference: Tensor) -> tuple[list[int], str, str] | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from .conv1d import ColumnParallelConv1D, RowParallelConv1D, features_of, is_con
 from .embedding import VocabParallelEmbedding
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedLayers
+from .layer import LOAD_WHOLE
 from .linear import ColumnParallelLinear, RowParallelLinear, check_features
 from .origins import LayerOrigin, keep_layer
 from .plans import Style
@@ -53,6 +55,14 @@ class BlockColumnLinear(FusedLayers):
             )
             self.add_module(str(index), part)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any) -> None:
+        prefix, *_, errors = arguments
+        if f"{prefix}weight" in state_dict:
+            errors.append(
+                f"{prefix}weight is the whole of a matrix that is split in blocks here: {LOAD_WHOLE}."
+            )
+        super()._load_from_state_dict(state_dict, *arguments)
+
     def fused(self) -> Sequence[ColumnParallelLinear]:
         """The blocks, in order."""
         return [part for part in self.children() if isinstance(part, ColumnParallelLinear)]
@@ -62,6 +72,7 @@ class BlockColumnLinear(FusedLayers):
         parts = self.fused()
         first = parts[0]
         check_features(x, first.in_features, "this column-parallel layer")
+        first.alike.check_parts(x, first.axis, first.sequence_dim)
         weights, biases = [part.weight for part in parts], [part.bias for part in parts]
         return column_linear(
             x, weights, biases, first.axis, sequence_dim=first.sequence_dim, keep_inputs=first.keep_inputs

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, RandomFork, RandomStreams, split_range
 
+from .eager import eager
 from .plans import Cut, Plan, matching
 
-__all__ = ["AttributeChange", "Change", "Hook", "HookChange", "resolve_surroundings"]
+__all__ = ["AttributeChange", "Change", "Hook", "HookChange", "resolve_surroundings", "withheld"]
 
 
 class Change:
@@ -73,6 +74,40 @@ class HookChange(Change):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
+
+
+@dataclass(frozen=True)
+class Withheld(Change):
+    """A method that would do harm to a module of slices: it says so instead."""
+
+    path: str
+    name: str
+    refuse: Callable[..., object]
+
+    def apply(self, root: nn.Module) -> None:
+        root.get_submodule(self.path).__dict__.setdefault(self.name, self.refuse)
+
+    def undo(self, root: nn.Module) -> None:
+        own = root.get_submodule(self.path).__dict__
+        if own.get(self.name) is self.refuse:
+            del own[self.name]
+
+
+def withheld(module: nn.Module) -> list[Change]:
+    """transformers' ``save_pretrained``: every rank would write its slices over those of the others."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "save_pretrained of a model whose layers are split would save this rank's slices as if they were the whole "
+            "model: call shardweave.tensor_parallel.gather(model, axis) first, on all ranks, and save on one"
+        )
+
+    name = "save_pretrained"
+    return [
+        Withheld(path, name, refuse)
+        for path, part in module.named_modules()
+        if callable(getattr(type(part), name, None))
+    ]
 
 
 @dataclass
@@ -129,6 +164,7 @@ class _BeginSplit(Hook):
 
     random: _SplitRandom
 
+    @eager
     def __call__(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         if module.training:
             self.random.end()
@@ -141,6 +177,7 @@ class _EndSplit(Hook):
 
     random: _SplitRandom
 
+    @eager
     def __call__(self, module: nn.Module, given: tuple[Any, ...], output: Any = None) -> None:
         self.random.end()
 

@@ -31,7 +31,7 @@ class ReadAgain:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = tuple(parameters)
-        self._versions = tuple(parameter._version for parameter in parameters)
+        self._versions = tuple(_version(parameter) for parameter in parameters)
 
     def read(self) -> tuple[Tensor, ...]:
         """The parameters.
@@ -39,12 +39,17 @@ class ReadAgain:
         Raises:
             RuntimeError: when one was written to since forward: the gradient would be that of another function.
         """
-        if tuple(parameter._version for parameter in self._parameters) != self._versions:
+        if tuple(_version(parameter) for parameter in self._parameters) != self._versions:
             raise RuntimeError(
                 "a weight was modified between the forward and the backward pass that needs it; "
                 "step the optimizer after the backward passes of all micro-batches"
             )
         return self._parameters
+
+
+def _version(parameter: Tensor) -> int:
+    """How often it was written to; of one made in inference mode, which has no backward pass, nobody counts that."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def queue_of(weights: Sequence[Tensor], wanted: Sequence[bool]) -> WeightGradients | None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, copy_to, reduce_from
 
+from ..asking import check_axes
+from ..eager import eager
 from ..replicas import mark_partial
 from .balance import balance_loss, router_z_loss, tokens_by_expert
 from .capacity import capacity_of, within_capacity
@@ -39,9 +41,10 @@ class Routed:
 class MixtureOfExperts(nn.Module):
     """A gated (or plain) feed-forward network for each of ``experts``, of which a token goes through ``k``.
 
-    ``x``: [s, b, hidden]: tokens of this rank of ``ep`` and of the data axis around it. They are the same on all ranks
-    of ``tp``, or, with ``sequence_parallel``, consecutive parts of the sequences. Every rank of ``ep`` and ``tp`` calls
-    it equally often. Output as the input, and :class:`Routed`.
+    ``x``: [s, b, hidden], the sequence first; that an x is [b, s, hidden] cannot be seen from it, and balance loss and
+    capacity would take its rows for positions: transpose it. It has the tokens of this rank of ``ep`` and of the data
+    axis around it. They are the same on all ranks of ``tp``, or, with ``sequence_parallel``, consecutive parts of the
+    sequences. Every rank of ``ep`` and ``tp`` calls it equally often. Output as the input, and :class:`Routed`.
 
     ``ep``: spreads the experts (``mesh.ep``); ``reduced``: ranks with the same experts (``mesh.expert_data``).
     ``tp``: splits each of them. ``capacity``: tokens of a sequence that an expert takes, as a multiple of an even
@@ -74,12 +77,13 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_given(ep, reduced, tp, context, activation)
         self._ep = ep or Axis.single("ep")
         self._tp = tp or Axis.single("tp")
         context = context if context is not None and context.size > 1 else None
-        if capacity is not None and not (capacity > 0 and math.isfinite(capacity)):
+        if capacity is not None and not (_is_number(capacity) and capacity > 0 and math.isfinite(capacity)):
             raise ValueError(
-                f"capacity={capacity}: a multiple of an even share, above 0, or None to take all tokens"
+                f"capacity={capacity!r}: a multiple of an even share, above 0, or None to take all tokens"
             )
         self._apart = sequence_parallel and self._tp.size > 1
         """Whether the ranks of tp have different tokens."""
@@ -100,6 +104,7 @@ class MixtureOfExperts(nn.Module):
         self.up = stacked(hidden, ffn, "column")
         self.down = stacked(ffn, hidden, "row")
 
+    @eager
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
         """See the class.
 
@@ -151,3 +156,31 @@ class MixtureOfExperts(nn.Module):
             return self._activation(up)
         gate: Tensor = self.gate(rows, counts)
         return self._activation(gate) * up if self._gating is None else self._gating(gate, up)
+
+
+def _check_given(
+    ep: Axis | None,
+    reduced: Axis | None,
+    tp: Axis | None,
+    context: Axis | None,
+    activation: Callable[[Tensor], Tensor],
+) -> None:
+    """Refuses what is no axis, axes that have more than this rank in common, and an activation that is a name."""
+    given = {"ep": ep, "reduced": reduced, "tp": tp, "context": context}
+    axes = {name: axis for name, axis in given.items() if axis is not None}
+    check_axes(**axes)
+    for one, why in (("ep", "spreads the experts"), ("context", "holds parts of the sequences")):
+        if one in axes and "tp" in axes and len(set(axes[one].ranks) & set(axes["tp"].ranks)) > 1:
+            raise ValueError(
+                f"{one}={axes[one]!r} {why} and tp={axes['tp']!r} splits each expert: they have more than this "
+                f"rank in common; give two axes of one mesh, such as mesh.{'cp' if one == 'context' else one} "
+                "and mesh.tp"
+            )
+    if not callable(activation):
+        raise ValueError(
+            f"activation={activation!r}: give the function itself, such as torch.nn.functional.gelu"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

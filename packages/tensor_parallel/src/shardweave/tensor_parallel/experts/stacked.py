@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardweave.comm import Axis, Sharding, Split
 
+from ..asking import check_axes
 from ..features import split_features
 from ..layer import ParallelLayer
 from ..products import autocast_dtype
@@ -50,6 +51,13 @@ class StackedLinear(ParallelLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_axes(ep=ep, tp=tp)
+        if reduced is not None:
+            check_axes(reduced=reduced)
+        if split not in ("column", "row"):
+            raise ValueError(
+                f"split={split!r}: 'column' splits output features over tp, 'row' input features"
+            )
         if experts % ep.size:
             raise ValueError(
                 f"{experts} experts cannot be spread evenly over the {ep.size} ranks of axis {ep.name!r}; choose a "
