@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from .actions import Action
+from .programs import Exchange, Program, Run, Settle, Step, Transfer
 from .simulate import simulate
 
 if TYPE_CHECKING:
@@ -42,60 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["Exchange", "Program", "Run", "Settle", "Step", "Transfer", "lower"]
 
 LOOKAHEAD = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One end of a message; in text ``2F0>3`` (sent to rank 3) or ``2F0<1`` (received from rank 1)."""
-
-    direction: Literal["send", "receive"]
-    action: Action
-    """What produced the value: ``F`` an activation for the stage behind, ``B`` or ``I`` a gradient for the one
-    before. Kind, micro-batch and stage identify the message."""
-    peer: int
-    """The other end's position on the axis."""
-
-    @property
-    def is_send(self) -> bool:
-        """Whether this rank is the source."""
-        return self.direction == "send"
-
-    def __str__(self) -> str:
-        return f"{self.action}{'>' if self.is_send else '<'}{self.peer}"
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Execute an action, once what it needs has arrived."""
-
-    action: Action
-
-    def __str__(self) -> str:
-        return str(self.action)
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Post these sends and receives together, without waiting for them; in text ``(2F0>3 4B0<3)``."""
-
-    transfers: tuple[Transfer, ...]
-
-    def __str__(self) -> str:
-        return f"({' '.join(map(str, self.transfers))})"
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Wait for the sends of these actions' values and let go of the buffers; in text ``~2F0``."""
-
-    actions: tuple[Action, ...]
-
-    def __str__(self) -> str:
-        return " ".join(f"~{action}" for action in self.actions)
-
-
-Step: TypeAlias = Run | Exchange | Settle
-Program: TypeAlias = tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)

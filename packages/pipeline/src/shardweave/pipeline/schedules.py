@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .actions import Action
 from .draw import draw, grid
+from .programs import Program
 from .simulate import Costs, Timeline, simulate
 from .validate import validate
 
@@ -22,8 +23,7 @@ class Schedule:
     """What every rank of the pipeline axis does, in order.
 
     The module is cut into ``num_stages`` stages, numbered in the direction of the forward pass. Rank r holds
-    the stages s with ``rank_of_stage[s] == r`` and works through ``actions[r]``. Messages are not part of a
-    schedule: :func:`~shardweave.pipeline.lower` derives them.
+    the stages s with ``rank_of_stage[s] == r`` and works through ``actions[r]``.
     """
 
     name: str
@@ -33,6 +33,9 @@ class Schedule:
     """The position on the pipeline axis that holds each stage."""
     actions: tuple[tuple[Action, ...], ...]
     """One tuple per rank."""
+    messages: tuple[Program, ...] | None = None
+    """Sends and receives written by hand: one program per rank, with the rank's actions in their order. ``None``,
+    as in all schedules by name: :func:`~shardweave.pipeline.lower` derives them."""
 
     @property
     def num_ranks(self) -> int:
