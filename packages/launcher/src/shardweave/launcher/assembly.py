@@ -4,7 +4,8 @@ The order matters, and each line depends on the ones before it::
 
     [1] part        which blocks this pipeline stage holds            layout, models
     [2] module      the part, its layers split over the tensor axis   models, tensor_parallel
-                    and its sequences over the context axis
+                    its sequences over the context axis,
+                    and its experts over a part of the data axis
     [3] ties        the head's copy of the embedding                  pipeline: needs the module
     [4] pipeline    runs the schedule over the stage                  pipeline: records that stages differ
     [5] optimizer   flat buffers, shards over the data axis           zero: reads the finished records
@@ -65,7 +66,13 @@ class Assembly:
 
 def layout_of_mesh(mesh: Mesh) -> Layout:
     """The sizes of a mesh's axes."""
-    return Layout(data=mesh.dp.size, tensor=mesh.tp.size, pipeline=mesh.pp.size, context=mesh.cp.size)
+    return Layout(
+        data=mesh.dp.size,
+        tensor=mesh.tp.size,
+        pipeline=mesh.pp.size,
+        context=mesh.cp.size,
+        expert=mesh.ep.size,
+    )
 
 
 def device_of(config: Config) -> torch.device:
@@ -114,6 +121,8 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         chunked_loss=config.batch.chunked_loss,
         context=mesh.cp,
         context_form=config.parallel.context_form,
+        expert=mesh.ep,
+        expert_data=mesh.expert_data,
         part=part,
         seed=config.run.seed,
         device=device,

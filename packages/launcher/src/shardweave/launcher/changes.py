@@ -61,6 +61,9 @@ TABLE: tuple[Row, ...] = (
     Row("model.expert_capacity", Kind.TOLD),
     Row("model.balance_loss", Kind.TOLD),
     Row("model.z_loss", Kind.TOLD),
+    Row(
+        "model.router_bias", Kind.TOLD, "", _either("model.router_bias", 0.0)
+    ),  # the biases are there, or not
     Row("data", Kind.TOLD, "other samples from here on"),
     Row("data.source", Kind.FREE),  # its text is compared, not where it lies
     Row("data.tokenizer", Kind.REFUSED),

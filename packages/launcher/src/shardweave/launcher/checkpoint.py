@@ -58,6 +58,7 @@ def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None]
         path,
         trainer.parts.optimizer,
         world=trainer.mesh.world,
+        tensors=dict(trainer.parts.module.named_buffers()),
         values={
             "step": trainer.step,
             "samples": trainer.samples,
@@ -94,7 +95,12 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
     damaged: list[str] = []
     for path in found.paths:
         try:
-            loaded = load_checkpoint(path, trainer.parts.optimizer, world=trainer.mesh.world)
+            loaded = load_checkpoint(
+                path,
+                trainer.parts.optimizer,
+                world=trainer.mesh.world,
+                tensors=dict(trainer.parts.module.named_buffers()),
+            )
             values = values_of(path, loaded.values)
         except CheckpointMismatch as error:
             raise refused(f"checkpoint.resume: {error}") from None

@@ -60,6 +60,7 @@ def mesh_of(
         pp=layout.pipeline,
         cp=layout.context,
         replicas=num_replicas(config),
+        ep=layout.expert,
         timeout=config.comm.timeout if timeout is None else timeout,
         topology=topology,
         options=comm_options(config.comm),

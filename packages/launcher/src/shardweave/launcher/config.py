@@ -142,15 +142,19 @@ class Model(_Block):
     attention_dropout: Fraction = 0.0
     """Probability of dropping an attention weight."""
     experts: Natural = 0
-    """More than 0: a mixture of that many experts in every MLP."""
+    """More than 0: a mixture of that many experts in place of every MLP, without biases, of width `ffn` each."""
     experts_per_token: Count = 2
     """Experts that each token visits."""
     expert_capacity: Positive | None = None
-    """Tokens an expert takes, as a multiple of the even share; null: all of them (dropless)."""
+    """Tokens of a sequence that an expert takes, as a multiple of the even share; null: all of them (dropless)."""
     balance_loss: NotNegative = 0.01
     """Weight of the loss that balances experts, per sequence: it does not depend on the micro-batch."""
     z_loss: NotNegative = 0.0
     """Weight of the loss that keeps the router's logits small."""
+    router_bias: NotNegative = 0.0
+    """How far each step moves the biases by which experts that had fewer tokens than the mean are chosen more often:
+    balance without a loss (arXiv 2408.15664), beside `balance_loss` or in place of it; 0: there are none. They are
+    added to probabilities; 0.001 is usual."""
 
 
 class WeightedSource(_Block):
@@ -188,7 +192,8 @@ class Parallel(_Block):
     """How context ranks attend to each other's tokens: keys and values go round, or heads are exchanged for tokens, for
     which `context` has to divide the query heads of a tensor rank."""
     expert: Ranks = 1
-    """Ranks that share the experts of one layer."""
+    """Ranks that share the experts of one layer: neighbours among the data ranks, whose number (with `zero.replicas`, in
+    one copy) it has to divide. It asks for no further ranks."""
     sequence: Flag = True
     """Whether the tensor ranks also share what lies between their layers (sequence parallelism)."""
     keep_inputs: Flag = False

@@ -76,6 +76,15 @@ def _tflops(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
 
 
+def _experts(record: Mapping[str, Any]) -> str:
+    """How evenly experts are used, of a run with experts."""
+    if "expert_load" not in record:
+        return ""
+    dropped = _number(record["dropped_share"])
+    left_out = f"  dropped {100 * dropped:.1f} %" if dropped else ""
+    return f"busiest expert {_number(record['expert_load']):.2f}x{left_out}  "
+
+
 class _Silent:
     def record(self, record: Mapping[str, Any]) -> None:
         pass
@@ -104,7 +113,7 @@ class _Lines:
                 f"{where}  loss {_number(record['loss']):.4f}  lr {_number(record['lr']):.2e}  "
                 f"norm {_number(record['grad_norm']):.3f}  {_rate(_number(record['tokens_per_second']))} tokens/s  "
                 f"{_tflops(_number(record['tflops_per_device']))} TFLOP/s  {_number(record['memory_gib']):.2f} GiB  "
-                f"left {_time(left)}"
+                f"{_experts(record)}left {_time(left)}"
             )
 
     def message(self, text: str) -> None:
@@ -158,8 +167,8 @@ class _Bar:
                 f"loss {_number(self._record['loss']):.3f}{self._validation}  "
                 f"{_rate(_number(self._record['tokens_per_second']))} tokens/s  "
                 f"{_tflops(_number(self._record['tflops_per_device']))} TFLOP/s  "
-                f"{_number(self._record['memory_gib']):.2f} GiB"
-            )
+                f"{_number(self._record['memory_gib']):.2f} GiB  {_experts(self._record)}"
+            ).rstrip()
         return Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardweave.comm import Axis, set_sharding, sharding_of
+from shardweave.comm.grid import Grid
 from shardweave.launcher.communication import num_replicas
 from shardweave.launcher.config import Config
 from shardweave.launcher.config import Zero as ZeroSettings
@@ -98,27 +99,35 @@ def _is_sharded(config: Config, layout: Layout) -> bool:
 
 def _units(config: Config, layout: Layout, shape: TransformerConfig, part: Part) -> tuple[GatheredUnit, ...]:
     """Those of the module that the rank would build."""
+    sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
+    grid = Grid(sizes, num_replicas(config), layout.expert)
     module = Transformer(
         shape,
-        tensor=_nobody("tp", layout.tensor),
+        tensor=_nobody(grid, "tp"),
         sequence_parallel=config.parallel.sequence,
-        context=_nobody("cp", layout.context),
+        context=_nobody(grid, "cp"),
         context_form=config.parallel.context_form,
+        expert=_nobody(grid, "ep"),
+        expert_data=_nobody(grid, "expert_data"),
         part=part,
         device="meta",
     )
-    ends = _nobody("pp", min(2, layout.pipeline))
+    ends = _nobody(grid, "pp")
     for _, parameter in module.tied_parameters():  # copies on other stages are units of their own
         set_sharding(parameter, replace(sharding_of(parameter), tied=ends, partial=(ends,)))
     return plan_gathering(
-        module, shards=layout.sharing // num_replicas(config), bucket_mb=config.comm.bucket_mb
+        module,
+        shards=layout.sharing // num_replicas(config),
+        bucket_mb=config.comm.bucket_mb,
+        data=_nobody(grid, "data"),
     )
 
 
-def _nobody(name: str, size: int) -> Axis:
-    """An axis to lay a module out over, as its first rank, on which nobody is."""
-    group = dist.ProcessGroup(0, size) if size > 1 else None  # type: ignore[call-arg] # torch's stub lacks this one
-    return Axis(name, tuple(range(size)), 0, group)
+def _nobody(grid: Grid, name: str) -> Axis:
+    """The axis of the first rank, to lay a module out over; nobody is on it."""
+    ranks = grid.fibre((name,), 0)
+    group = dist.ProcessGroup(0, len(ranks)) if len(ranks) > 1 else None  # type: ignore[call-arg] # torch's stub lacks this one
+    return Axis(name, ranks, 0, group)
 
 
 def _is_along(unit: GatheredUnit, is_shared: bool) -> bool:

@@ -50,12 +50,15 @@ def load_model(run: Path, checkpoint: Path) -> Transformer:
     weights = read_tensors(checkpoint)
     dtype = next((values.dtype for values in weights.values()), torch.float32)
     model = Transformer(shape, device="meta", dtype=dtype).to_empty(device="cpu")
-    held = dict(model.named_parameters())
+    held, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     if held.keys() != weights.keys() or any(held[name].shape != weights[name].shape for name in held):
         raise CheckpointError(f"{checkpoint} holds another model than {run / 'config.yaml'} describes")
     with torch.no_grad():
         for name, parameter in held.items():
             parameter.copy_(weights[name])
+        others = read_tensors(checkpoint, [f"extra/{name}" for name in buffers]) if buffers else {}
+        for name, buffer in buffers.items():
+            buffer.copy_(others[f"extra/{name}"])
     return model.eval()
 
 

@@ -35,6 +35,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    """Neighbours among the data ranks that have different experts: a part of `data`, not a number of further ranks."""
 
     @property
     def model(self) -> int:
@@ -52,22 +54,25 @@ class Layout:
         return self.data * self.context
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a global rank sits: its position on each axis."""
+        """Where a global rank sits: its position on each axis; on ``ep``, too, where experts are spread."""
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
         pipeline, data = divmod(rank, self.data)
-        return {"pp": pipeline, "dp": data, "cp": context, "tp": tensor}
+        experts = {"ep": data % self.expert} if self.expert > 1 else {}
+        return {"pp": pipeline, "dp": data, "cp": context, "tp": tensor, **experts}
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The global rank at some coordinates."""
         return ((pp * self.data + dp) * self.context + cp) * self.tensor + tp
 
     def sizes(self) -> dict[str, int]:
-        """The axes and their sizes, as a checkpoint records them."""
-        return {"pp": self.pipeline, "dp": self.data, "cp": self.context, "tp": self.tensor}
+        """The axes and their sizes, as a checkpoint records them; ``ep`` is a part of ``dp``."""
+        plain = {"pp": self.pipeline, "dp": self.data, "cp": self.context, "tp": self.tensor}
+        return {**plain, "ep": self.expert}
 
     def __str__(self) -> str:
-        text = f"dp{self.data} × tp{self.tensor} × pp{self.pipeline}"
+        experts = f" (ep{self.expert})" if self.expert > 1 else ""
+        text = f"dp{self.data}{experts} × tp{self.tensor} × pp{self.pipeline}"
         return text if self.context == 1 else f"{text} × cp{self.context}"
 
 
@@ -87,12 +92,14 @@ class BatchPlan:
 
 
 def layout_of(config: Config, world_size: int | None = None) -> Layout:
-    """The layout of a run. `world_size` is the number of ranks at hand; None: as many as the layout names.
+    """The layout of a run. `world_size` is the number of ranks at hand; None: as many as the layout names, with one data
+    rank, or one for each part of the experts, where their number is auto.
 
     Raises:
         ConfigError: when the ranks at hand and the layout do not match.
     """
     block = config.parallel
+    expert = block.expert if config.model.experts else 1  # else it has no effect, which a warning says
     model = block.tensor * block.pipeline * block.context
     names = [("data", block.data), ("tensor", block.tensor), ("pipeline", block.pipeline)]
     if block.context > 1:
@@ -107,13 +114,15 @@ def layout_of(config: Config, world_size: int | None = None) -> Layout:
                 remedy += f", or use parallel.data={world_size // model} or auto"
             raise ConfigError([Problem(("parallel", "data"), f"{text}; {remedy}")])
     elif world_size is None:
-        data = 1
+        data = expert
     else:
         data = world_size // model
         if data * model != world_size:
             text = f"{world_size} ranks were started, which is not a multiple of {model} ({product})"
             raise ConfigError([Problem(("parallel",), f"{text}; start a multiple of {model}")])
-    return Layout(data=data, tensor=block.tensor, pipeline=block.pipeline, context=block.context)
+    return Layout(
+        data=data, tensor=block.tensor, pipeline=block.pipeline, context=block.context, expert=expert
+    )
 
 
 def batch_plan(config: Config, layout: Layout) -> BatchPlan:
@@ -171,6 +180,7 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
             f" copy is sharded over equally many; use {alternatives(divisors(layout.data, near=replicas))}"
         )
         yield Problem(("zero", "replicas"), text)
+    yield from _expert_misfits(config, layout, shape)
     if layout.pipeline > shape.layers:
         text = f"`parallel.pipeline: {layout.pipeline}` is more than `model.layers: {shape.layers}`"
         yield Problem(
@@ -202,6 +212,24 @@ def _context_misfits(config: Config, layout: Layout, shape: TransformerConfig) -
         sizes = [n for n in fitting if heads % n == 0]
         remedy = f"use parallel.context={alternatives(sizes)}, or parallel.context_form=ring"
         yield Problem(("parallel", "context_form"), f"{text}; {remedy}")
+
+
+def _expert_misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
+    """Ranks that share the experts have equally many of them, and are data ranks of one copy of shards."""
+    expert, where = layout.expert, ("parallel", "expert")
+    copies = config.zero.replicas if config.zero.stage > 0 else 1
+    if expert == 1 or layout.data % copies:
+        return
+    data = layout.data // copies
+    fitting = alternatives([size for size in divisors(data, near=expert) if shape.experts % size == 0])
+    if data % expert:
+        text = f"`parallel.expert: {expert}` does not divide the {data} data ranks (`parallel.data`"
+        text += f" / `zero.replicas: {copies}`)" if copies > 1 else ")"
+        text += ", among which experts are spread"
+        yield Problem(where, f"{text}; use {fitting}, or parallel.data={lcm(data, expert) * copies}")
+    elif shape.experts % expert:
+        text = f"`parallel.expert: {expert}` does not divide `model.experts: {shape.experts}`"
+        yield Problem(where, f"{text}: every rank has equally many; use {fitting}")
 
 
 def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:

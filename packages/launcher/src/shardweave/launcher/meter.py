@@ -16,11 +16,13 @@ import torch
 from shardweave.comm import all_reduce
 from shardweave.launcher.metrics import StepMetrics, peak_flops
 from shardweave.launcher.trainer import StepResult, Trainer
-from shardweave.models import flops
+from shardweave.models import RouterStatistics, flops
 
 __all__ = ["Meter"]
 
-_AXES = ("pp", "dp", "cp", "tp", "data", "model", "world", "replica", "shard")
+_AXES = (
+    "pp", "dp", "cp", "tp", "data", "model", "world", "replica", "shard", "ep", "expert_data", "expert_shard",
+)  # fmt: skip
 """All axes that a step may communicate on: the columns of the collective, the same on every rank."""
 
 
@@ -83,7 +85,22 @@ class Meter:
         """What only some runs have."""
         scale = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
         several = self._trainer.mesh.topology.num_nodes > 1
-        return {**scale, **({"network_bytes": int(crossed)} if several else {})}
+        return {
+            **scale,
+            **({} if result.routers is None else _of_routers(result.routers)),
+            **({"network_bytes": int(crossed)} if several else {}),
+        }
+
+
+def _of_routers(seen: RouterStatistics) -> dict[str, float]:
+    """A few numbers: layers and experts are many."""
+    return {
+        "auxiliary_loss": seen.loss,
+        "balance_loss": float(seen.balance_loss.mean()),
+        "z_loss": float(seen.z_loss.mean()),
+        "expert_load": float(seen.load.max()),
+        "dropped_share": seen.dropped_share,
+    }
 
 
 def _device_name(device: torch.device) -> str:

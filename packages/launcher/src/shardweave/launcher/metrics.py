@@ -52,8 +52,15 @@ class StepMetrics:
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
     extra: Mapping[str, float]
-    """Further keys: auxiliary losses, with fp16 the ``loss_scale`` of the step, and over several nodes
-    ``network_bytes``, which the worst rank sent to other nodes."""
+    """Further keys: with fp16 the ``loss_scale`` of the step; over several nodes ``network_bytes``, which the worst
+    rank sent to other nodes; with experts
+
+    ``auxiliary_loss``    what routers add to the loss that is trained on: weights times the two below, over all layers
+    ``balance_loss``      mean over the batch's sequences and the layers, without its weight; 1: experts used evenly
+    ``z_loss``            mean over its tokens and the layers, likewise
+    ``expert_load``       tokens of the busiest expert of any layer, as a multiple of the mean
+    ``dropped_share``     of all choices, those for which an expert had no room
+    """
 
     def record(self) -> dict[str, Any]:
         """The line's object."""

@@ -94,7 +94,7 @@ class Overview:
         """The lines over a run: label and text."""
         config, shape, data = self.config, self.shape, self.dataset
         yield "run", f"{config.run.name} in {RunDirectory.of(config).path}, {config.run.steps} steps"
-        yield "model", f"{self.parameters:,} parameters: {_shape(shape)}"
+        yield "model", f"{self.parameters:,} parameters{_active(shape)}: {_shape(shape)}"
         yield "layout", f"{self.layout} = {_count(self.layout.world_size, 'rank')}, {self._sharing()}"
         yield "batch", f"{self.plan}; {self.plan.global_batch * shape.sequence:,} tokens a step"
         validation = (
@@ -116,7 +116,9 @@ class Overview:
                 ranks = [
                     layout.rank(pp=stage, dp=replica, cp=context, tp=rank) for rank in range(layout.tensor)
                 ]
-                who = f"dp {replica}" if layout.context == 1 else f"dp {replica} cp {context}"
+                who = f"dp {replica}"
+                who += f" ep {replica % layout.expert}" if layout.expert > 1 else ""
+                who += f" cp {context}" if layout.context > 1 else ""
                 shown = "  ".join(f"rank {rank} (tp {tp})" for tp, rank in enumerate(ranks[:_SHOWN]))
                 yield "", f"{who}: {shown}"
             if layout.sharing > _SHOWN:
@@ -173,6 +175,7 @@ def _held(
             keep_inputs=config.parallel.keep_inputs and config.parallel.sequence,
             chunked_loss=config.batch.chunked_loss,
             context=layout.context,
+            context_form=config.parallel.context_form,
             data=layout.sharing // num_replicas(config),
             zero_stage=config.zero.stage,
             whole_gradients=_keeps_gradients_whole(config, plan),
@@ -182,7 +185,7 @@ def _held(
         micro_batch=config.batch.micro,
         in_flight=in_flight,
     )
-    elements = count_parameters(shape, part=part, tensor=layout.tensor, rank=rank)
+    elements = count_parameters(shape, part=part, tensor=layout.tensor, rank=rank, expert=layout.expert)
     # What compression keeps is a state of the optimizer's, saved with it.
     return replace(
         use,
@@ -205,9 +208,23 @@ def _shape(shape: TransformerConfig) -> str:
         else f"{shape.heads}/{shape.num_kv_heads} heads"
     )
     return (
-        f"{_count(shape.layers, 'layer')}, hidden {shape.hidden}, {heads}, ffn {shape.ffn_size}, "
+        f"{_count(shape.layers, 'layer')}, hidden {shape.hidden}, {heads}, {_mlp(shape)}, "
         f"vocabulary {shape.vocab}, sequence {shape.sequence}"
     )
+
+
+def _mlp(shape: TransformerConfig) -> str:
+    if not shape.experts:
+        return f"ffn {shape.ffn_size}"
+    capacity = shape.expert_capacity
+    room = "" if capacity is None else f" at capacity {capacity:g}"
+    return (
+        f"{_count(shape.experts, 'expert')} of ffn {shape.ffn_size}, {shape.experts_per_token} a token{room}"
+    )
+
+
+def _active(shape: TransformerConfig) -> str:
+    return f", {count_parameters(shape, active=True):,} of them for a token" if shape.experts else ""
 
 
 def _part(part: Part) -> str:

@@ -111,7 +111,7 @@ def check_machine(overview: Overview) -> None:
 
 def _check_memory(overview: Overview) -> None:
     """What all ranks hold at once, against what there is at all."""
-    held = sum(use.total for uses in overview.memory for use in uses) * overview.layout.data
+    held = sum(use.total for uses in overview.memory for use in uses) * overview.layout.sharing
     needed = held + overview.layout.world_size * _BASE_MEMORY
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > installed:
@@ -126,7 +126,7 @@ def _check_room(overview: Overview) -> None:
     config = overview.config
     wide = torch.promote_types(DTYPES[config.precision], torch.float32).itemsize
     residuals = residual_bytes(config, overview.layout, overview.parameters) // 2  # not what undoes a step
-    needed = 3 * wide * overview.parameters + residuals * overview.layout.data
+    needed = 3 * wide * overview.parameters + residuals * overview.layout.sharing
     place = _existing(RunDirectory.of(config).path)
     usage = shutil.disk_usage(place)
     free = usage.free

@@ -94,6 +94,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("model", "expert_capacity"), _DENSE),
     _Idle(("model", "balance_loss"), _DENSE),
     _Idle(("model", "z_loss"), _DENSE),
+    _Idle(("model", "router_bias"), _DENSE),
     _Idle(("parallel", "context_form"), _NO_CONTEXT),
     _Idle(("parallel", "expert"), _DENSE),
     _Idle(("parallel", "sequence"), _NO_TENSOR),
@@ -175,6 +176,13 @@ def _compressed(config: Config) -> Iterator[Problem]:
     if config.comm.compression == "none":
         return
     compression = _setting(config, "comm", "compression")
+    if config.parallel.expert > 1 and config.model.experts:
+        yield Problem(
+            ("comm", "compression"),
+            f"{compression} does not go with {_setting(config, 'parallel', 'expert')}: gradients of experts are summed "
+            "over other ranks than the rest, and what is not sent is kept for one axis; use comm.compression=none or "
+            "parallel.expert=1",
+        )
     if config.zero.reduce_dtype != "auto":
         yield Problem(
             ("zero", "reduce_dtype"),

@@ -17,8 +17,16 @@ from shardweave.models import TransformerConfig, preset
 
 __all__ = ["preset_keys", "resolved", "transformer_config"]
 
-_SHARED = tuple(field.name for field in fields(TransformerConfig) if field.name in Model.model_fields)
+_SHARED = tuple(
+    field.name
+    for field in fields(TransformerConfig)
+    if field.name in Model.model_fields
+    and field.name != "router_bias"  # here a rate, there whether there are any
+)
 """The keys that the `model` block and the transformer's configuration have in common, under the same name."""
+
+_DENSE: Mapping[str, Any] = {"expert_capacity": None, "router_z_loss": 0.0, "router_bias": False}
+"""What does nothing without experts, which a warning says, and the transformer refuses."""
 
 
 def preset_keys(name: str) -> dict[str, Any]:
@@ -31,7 +39,7 @@ def preset_keys(name: str) -> dict[str, Any]:
         shape = preset(name)
     except ValueError as error:
         raise ConfigError([Problem(("model", "preset"), f"model.{error}")]) from None
-    return {key: getattr(shape, key) for key in _SHARED}
+    return {key: getattr(shape, key) for key in _SHARED} | {"z_loss": shape.router_z_loss}
 
 
 def transformer_config(config: Config) -> TransformerConfig:
@@ -41,9 +49,13 @@ def transformer_config(config: Config) -> TransformerConfig:
         ConfigError: for a shape that cannot be built; the text names the setting, the rule and the way out.
     """
     block = config.model
-    values: Mapping[str, Any] = {key: getattr(block, key) for key in _SHARED} | {
-        "vocab": tokenizer(config.data.tokenizer).vocab if block.vocab == "auto" else block.vocab
+    values: dict[str, Any] = {key: getattr(block, key) for key in _SHARED} | {
+        "vocab": tokenizer(config.data.tokenizer).vocab if block.vocab == "auto" else block.vocab,
+        "router_z_loss": block.z_loss,
+        "router_bias": block.router_bias > 0,
     }
+    if not block.experts:
+        values |= _DENSE
     if block.preset is None and block.hidden % block.heads:
         fitting = alternatives(divisors(block.hidden, near=block.heads))
         text = f"`model.heads: {block.heads}` does not divide `model.hidden: {block.hidden}`; use {fitting}"

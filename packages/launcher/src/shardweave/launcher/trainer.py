@@ -12,6 +12,7 @@ One step::
                                                           times the loss scale
     [4] reduce, global norm, clip, update                 zero, which takes the scale out again
     [5] loss, summed over data ranks and stages           what every rank reports
+    [6] what the routers did, summed over all ranks       with experts; moves the biases that balance them, if any
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardweave.launcher.dataset import IGNORED, Batches, BatchSource, Dataset, 
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.learning_rate import learning_rate
 from shardweave.launcher.order import SampleOrder
-from shardweave.models import parameter_shapes
+from shardweave.models import MicroBatchRouters, RouterStatistics, StepRouters, parameter_shapes
 
 __all__ = ["Record", "StepResult", "Trainer", "train_in_process"]
 
@@ -55,6 +56,8 @@ class StepResult:
     """With fp16: what the loss was multiplied by for the backward passes of this step; `loss` is not."""
     backed_off: bool = False
     """Whether the step was skipped because that was too much; the next one has less."""
+    routers: RouterStatistics | None = None
+    """With experts: what the routers did. `loss` is without what they add to it (`RouterStatistics.loss`)."""
 
 
 class Trainer:
@@ -110,16 +113,20 @@ class Trainer:
         for group in parts.optimizer.param_groups:
             group["lr"] = rate
         loss_scale = parts.optimizer.loss_scale  # 1 without
+        routers = self._routers(loss_scale)
         total = parts.pipeline.step(  # [3]
             [batch.inputs for batch in micro_batches],
             [batch.targets for batch in micro_batches],
             scale=loss_scale / max(tokens, 1),
-            arguments=self._arguments(micro_batches),
+            arguments=self._arguments(micro_batches, routers),
         )
         parts.optimizer.step()  # [4]
         parts.optimizer.zero_grad()
         self.step += 1
         self.samples += parts.plan.global_batch
+        seen = None if routers is None else routers.statistics(self.mesh.world, device=parts.device)  # [6]
+        if seen is not None and self.config.model.router_bias and not parts.optimizer.step_skipped:
+            parts.module.move_router_biases(seen, self.config.model.router_bias)
         return StepResult(
             step=self.step,
             loss=self._loss(total) / max(tokens, 1),  # [5]
@@ -129,6 +136,7 @@ class Trainer:
             skipped=parts.optimizer.step_skipped,
             loss_scale=loss_scale if self.config.precision == "fp16" else None,
             backed_off=parts.optimizer.step_backed_off,
+            routers=seen,
         )
 
     def evaluate(self) -> float | None:
@@ -154,16 +162,16 @@ class Trainer:
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, whatever this rank holds of it."""
-        held = sum(p.numel() for p in self.parts.module.parameters() if counts_here(p, self.mesh.model))
-        return int(all_reduce(torch.tensor(held, device=self.parts.device), self.mesh.model))
+        held = sum(p.numel() for p in self.parts.module.parameters() if self._counts(p))
+        return int(self._over_the_model(torch.tensor(held, device=self.parts.device)))
 
     def parameter_norm(self) -> float:
         """L2 norm of the whole model's parameters as they are now, each element counted once."""
         total = torch.zeros((), dtype=torch.float64, device=self.parts.device)
         for parameter in self.parts.module.parameters():
-            if counts_here(parameter, self.mesh.model):
+            if self._counts(parameter):
                 total += parameter.detach().double().square().sum()
-        return math.sqrt(float(all_reduce(total, self.mesh.model)))
+        return math.sqrt(float(self._over_the_model(total)))
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the whole model under its canonical name, in its full shape, on every rank.
@@ -181,17 +189,39 @@ class Trainer:
             for entry, part in zip(shapes, values.split(sizes), strict=True)
         }
         for name, parameter in held.items():
-            if counts_here(parameter, self.mesh.model):
+            if self._counts(parameter):
                 full[name][full_index(parameter)] = parameter.detach()
-        all_reduce(values, self.mesh.model)
+        self._over_the_model(values)
         return {
             name: part.clone() for name, part in full.items()
         }  # each with storage of its own, to be sent or kept
 
-    def _arguments(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, DropoutStreams]]:
+    def _counts(self, parameter: Tensor) -> bool:
+        """Whether this rank counts its piece of a parameter in sums over the model."""
+        return counts_here(parameter, self.mesh.model) and counts_here(parameter, self.mesh.ep)
+
+    def _over_the_model(self, values: Tensor) -> Tensor:
+        """`values`, in place, summed over all that hold a part of one copy of the model, experts among them."""
+        return all_reduce(all_reduce(values, self.mesh.model), self.mesh.ep)
+
+    def _routers(self, loss_scale: float) -> StepRouters | None:
+        """With experts: what their losses are multiplied by, and who notes what they do, in one step."""
+        shape, total = self.parts.shape, self.parts.plan.global_batch
+        if not shape.experts:
+            return None
+        return StepRouters(shape, sequences=total, tokens=total * shape.sequence, scale=loss_scale)
+
+    def _arguments(
+        self, micro_batches: Sequence[MicroBatch], routers: StepRouters | None
+    ) -> list[dict[str, DropoutStreams | MicroBatchRouters]]:
         """Dropout masks are keyed by the samples they fall on: the same in every layout."""
-        seed = self.config.run.seed
-        return [{"streams": DropoutStreams(seed, self.step, batch.samples)} for batch in micro_batches]
+        found: list[dict[str, DropoutStreams | MicroBatchRouters]] = []
+        for batch in micro_batches:
+            of_routers = {} if routers is None else {"routers": routers.micro_batch()}
+            found.append(
+                {"streams": DropoutStreams(self.config.run.seed, self.step, batch.samples), **of_routers}
+            )
+        return found
 
     def _sum(self, count: int) -> int:
         """A count summed over the replicas; the ranks of one, context ranks among them, have the same."""

@@ -144,7 +144,7 @@ class Training:
             ],  # places of the mesh are dealt out node by node, ranks perhaps not
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "coordinates": self._mesh.coordinates,
+            "coordinates": self._mesh.coordinates | _of_experts(self._mesh),
         }
         told = gather_values(mine, world)
         if world.is_first:
@@ -154,3 +154,8 @@ class Training:
 def _due(step: int, interval: int, last: bool) -> bool:
     """Every `interval` steps and after the last one; an interval of 0 means never."""
     return interval > 0 and (step % interval == 0 or last)
+
+
+def _of_experts(mesh: Mesh) -> dict[str, int]:
+    """The position among the ranks that have different experts, if there are several."""
+    return {"ep": mesh.ep.rank} if mesh.ep.size > 1 else {}

@@ -40,10 +40,8 @@ def _not(*built: object) -> Callable[[Any], bool]:
 
 
 table: tuple[Row, ...] = (
-    Row(("model", "experts"), _above(0), "a mixture of experts", "model.experts=0"),
     Row(("data", "source"), lambda value: isinstance(value, list), "a blend of corpora", "one path or glob"),
     Row(("data", "tokenizer"), _not("byte"), "any tokenizer but the byte tokenizer", "data.tokenizer=byte"),
-    Row(("parallel", "expert"), _above(1), "expert parallelism", "parallel.expert=1"),
     Row(("parallel", "chunks"), _above(1), "several stages per pipeline rank", "parallel.chunks=1"),
     Row(("parallel", "schedule"), _not("gpipe", "1f1b"), "this schedule", "parallel.schedule=1f1b or gpipe"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),

@@ -27,12 +27,18 @@ class GatheredUnit:
 
 
 def plan_gathering(
-    module: nn.Module, *, shards: int, bucket_mb: float | None = None, units: UnitChoice | None = None
+    module: nn.Module,
+    *,
+    shards: int,
+    bucket_mb: float | None = None,
+    units: UnitChoice | None = None,
+    data: Axis | None = None,
 ) -> tuple[GatheredUnit, ...]:
     """The units that ``ZeroOptimizer(stage=3, module=module)`` makes of a module, in forward order.
 
     The module may be on the meta device. ``shards``: ranks that it would be sharded over. ``bucket_mb``, ``units``: as
-    for :class:`ZeroOptimizer`.
+    for :class:`ZeroOptimizer`. ``data``: its axis, where records of the module name a part of that, as those of experts
+    over ``mesh.ep`` do; what only one rank has is not gathered and not among the units.
 
     ValueError: for a choice of ``units`` that does not fit the module.
     """
@@ -45,7 +51,7 @@ def plan_gathering(
     plans = plan(
         parameters,
         names,
-        data=Axis.single("dp"),
+        data=data or Axis.single("dp"),
         shards=shards,
         bucket_mb=bucket_mb,
         groups=unit_numbers(parts, parameters),
@@ -57,4 +63,5 @@ def plan_gathering(
             one.length,
         )
         for one in plans
+        if one.shards > 1 or shards == 1
     )

@@ -157,7 +157,8 @@ class Comparison:
         at = float(scale if scale.numel() == 1 else scale.flatten()[place])
         if not relative <= tolerance:
             found = factor_remark(ours, reference, at, tolerance)
-            spread = self._config.parallel.tensor * self._config.parallel.pipeline > 1
+            block = self._config.parallel
+            spread = block.tensor * block.pipeline * block.expert > 1
             record = record_remark(sharding_of(parameter)) if spread else ""
             remark = "; ".join(text for text in (found, record) if text)
         inside = _unravelled(begin + place, parameter.shape)

@@ -58,6 +58,8 @@ def record_remark(record: Sharding) -> str:
         for axis in record.partial
         if axis.size > 1 and axis != record.tied
     ]
+    if record.reduced is not None:
+        parts.append(f"its gradient is reduced over the {record.reduced.size} ranks of {record.reduced.name}")
     if record.tied is not None:
         parts.append(f"it is tied over {record.tied.size} stages")
     return "its record says: " + (", ".join(parts) or "whole on every tensor rank, no sum over them")

@@ -101,7 +101,13 @@ class Report:
     def of(cls, plain: Mapping[str, Any]) -> Report:
         """The report that `plain` came from."""
         sizes = plain["layout"]
-        layout = Layout(data=sizes["dp"], tensor=sizes["tp"], pipeline=sizes["pp"], context=sizes["cp"])
+        layout = Layout(
+            data=sizes["dp"],
+            tensor=sizes["tp"],
+            pipeline=sizes["pp"],
+            context=sizes["cp"],
+            expert=sizes["ep"],
+        )
         partings = (Parting(_difference(item), tuple(item["ranks"])) for item in plain["partings"])
         largest = (_difference(item) for item in plain["largest"])
         return cls(layout, plain["precision"], plain["steps"], tuple(largest), tuple(partings))
@@ -165,9 +171,8 @@ def _merged(differences: Iterable[Difference]) -> list[Parting]:
 
 def _coordinates(layout: Layout, rank: int) -> str:
     places = layout.coordinates(rank)
-    return " ".join(
-        f"{axis}{places[axis]}" for axis in ("pp", "dp", "cp", "tp") if axis != "cp" or layout.context > 1
-    )
+    named = ["pp", "dp", "ep", "cp", "tp"] if layout.context > 1 else ["pp", "dp", "ep", "tp"]
+    return " ".join(f"{axis}{places[axis]}" for axis in named if axis in places)
 
 
 def _number(value: Any) -> Any:

@@ -8,6 +8,7 @@ layout itself, norms, positions, dropout, ties, optimizer, schedule, ZeRO.
     layers     same remainder over the stages           heads      multiple of the ranks; kv_heads shared likewise
     vocab      same remainder over the ranks            hidden     heads of width 8 (9 where the width is odd)
     ffn        divides over the ranks, or does not      sequence   same remainder over the ranks, odd stays odd
+    experts    one or more on each of the ranks of ep, of which a token visits one, some or all
     batch      one micro-batch, as many as stages or more than stages, as before
 """
 
@@ -106,6 +107,11 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
         reason = f"to query heads and {_ranks(ranks)} as before"
         yield _change(config, "kv_heads", shape.num_kv_heads, kv_heads, reason)
     yield _ffn(config, shape, hidden, ranks)
+    if shape.experts:
+        experts, visited = _experts(shape, layout.expert)
+        yield _change(config, "experts", shape.experts, experts, _spread(layout.expert))
+        reason = "one, some or all of them, as before"
+        yield _change(config, "experts_per_token", shape.experts_per_token, visited, reason)
     vocab = _BYTES + (shape.vocab - _BYTES) % ranks
     yield _change(config, "vocab", shape.vocab, vocab, f"the same remainder over {_ranks(ranks)}")
     context = layout.context
@@ -163,6 +169,16 @@ def _sharing(heads: int, kv_heads: int, ranks: int, exchanged: int) -> tuple[obj
     )
 
 
+def _experts(shape: TransformerConfig, ranks: int) -> tuple[int, int]:
+    """The smallest numbers of experts, four or more if there are, and of those that a token visits."""
+    own, total = shape.experts // ranks, shape.experts
+    least = max(min(own, 2) * ranks, min(total, 4))
+    experts = next(size for size in range(ranks, total + 1, ranks) if size >= least)
+    if shape.experts_per_token == total:
+        return experts, experts
+    return experts, min(shape.experts_per_token, 2)
+
+
 def _ffn(config: Config, shape: TransformerConfig, hidden: int, ranks: int) -> Change | None:
     """The family's rule where that was meant and still divides alike, else as many times the width as before."""
     before, remainder = shape.ffn_size, shape.ffn_size % ranks
@@ -208,6 +224,10 @@ def _at(plain: Any, path: Path) -> Any:
 
 def _ranks(tensor: int) -> str:
     return f"{tensor} tensor rank" + ("s" if tensor > 1 else "")
+
+
+def _spread(ranks: int) -> str:
+    return "a few" if ranks == 1 else f"spread over {ranks} ranks in the same way"
 
 
 def _stages(layout: Layout) -> str:
