@@ -66,6 +66,24 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "model__kv_heads": 8,
         "model__attention_dropout": 0.1,
     },
+    "mixtral-like": {
+        "model__position": "rotary",
+        "model__norm": "rmsnorm",
+        "model__activation": "swiglu",
+        "model__embedding_norm": False,
+        "model__tie_embeddings": False,
+        "model__ffn": 20,
+        "model__experts": 4,
+        "model__z_loss": 0.01,
+        "model__router_bias": 0.01,
+    },
+    "switch-like": {
+        "model__ffn": 21,
+        "model__experts": 4,
+        "model__experts_per_token": 1,
+        "model__expert_capacity": 1.0,
+        "model__balance_loss": 0.1,
+    },
 }
 """Model families, as changes to the small run."""
 
@@ -81,6 +99,7 @@ class Layout:
     schedule: str = "1f1b"
     stage: int = 0
     context: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -95,6 +114,7 @@ class Layout:
             "parallel.tensor": self.tensor,
             "parallel.pipeline": self.pipeline,
             "parallel.context": self.context,
+            "parallel.expert": self.expert,
             "parallel.sequence": self.sequence,
             "parallel.schedule": self.schedule,
             "zero.stage": self.stage,
@@ -123,7 +143,8 @@ class Layout:
         tensor = f"tp{self.tensor}{'+sp' if self.sequence else ''}"
         pipeline = f"pp{self.pipeline}" + (f" {self.schedule}" if self.pipeline > 1 else "")
         context = f" cp{self.context}" if self.context > 1 else ""
-        return f"dp{self.data} {tensor} {pipeline}{context} zero{self.stage}"
+        experts = f" ep{self.expert}" if self.expert > 1 else ""
+        return f"dp{self.data}{experts} {tensor} {pipeline}{context} zero{self.stage}"
 
 
 def layouts(ranks: int) -> Iterator[Layout]:
@@ -177,7 +198,7 @@ def train_each(chosen: Iterable[Layout], **settings: Any) -> Iterator[Record]:
     dataset = Dataset.cut(open_corpus(config), config, config.model.sequence)
     for layout in chosen:
         config = small_run(layout, **settings)
-        mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context)
+        mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, ep=layout.expert)
         try:
             yield train_in_process(config, mesh, config.run.steps, dataset=dataset)
         finally:

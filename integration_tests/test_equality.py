@@ -94,6 +94,25 @@ def test_sequences_over_context_ranks_equal_one_process(family: str) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["mixtral-like", "switch-like"])
+def test_experts_over_data_ranks_equal_one_process(family: str) -> None:
+    """With every other axis, and under every ZeRO stage, which shards experts over fewer ranks than the rest."""
+    chosen = [
+        Layout(data=4, expert=4, stage=3),
+        Layout(data=4, expert=2, stage=2),
+        Layout(data=2, tensor=2, expert=2, sequence=True, stage=1),
+        Layout(data=2, tensor=2, expert=2, stage=3),
+        Layout(data=2, pipeline=2, expert=2, stage=3),
+        Layout(tensor=2, pipeline=2, sequence=True, schedule="gpipe", stage=0),
+        Layout(data=2, context=2, expert=2, stage=2),
+        Layout(tensor=2, context=2, sequence=True),
+    ]
+    records = run_ranks(trained, 4, chosen, family, "fp64", timeout=280)[0]
+    for layout, record in zip(chosen, records, strict=True):
+        assert compare(record, reference(family, "fp64", layout.layers), 1e-9) == [], str(layout)
+
+
+@pytest.mark.timeout(300)
 def test_float32_losses_agree() -> None:
     chosen = tried(4)[::3]
     records = run_ranks(trained, 4, chosen, "as it is", "fp32", timeout=280)[0]

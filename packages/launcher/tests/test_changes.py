@@ -52,6 +52,7 @@ def test_the_longest_path_decides() -> None:
         ("model.layers=5", 1, 0),
         ("model.experts_per_token=1", 1, 0),
         ("zero.replicas=2", 0, 0),
+        ("parallel.expert=2", 0, 0),
         ("comm.hierarchy=flat", 0, 0),
         ("comm.compression=topk", 0, 1),
         ("comm.warmup=3", 0, 1),
@@ -68,6 +69,19 @@ def test_one_change(override: str, refused: int, told: int) -> None:
     found = changed_settings(there, here)
     assert (len(found[0]), len(found[1])) == (refused, told)
     assert all(override.split("=")[0] in text for texts in found for text in texts)
+
+
+def test_biases_of_routers_are_there_or_not() -> None:
+    def changed(there: float, here: float) -> tuple[int, int]:
+        plain = [
+            load_config(None, ["model.experts=4", f"model.router_bias={rate}"]).plain()
+            for rate in (there, here)
+        ]
+        refused, told = changed_settings(*plain)
+        return len(refused), len(told)
+
+    assert changed(0.01, 0.02) == (0, 1)
+    assert changed(0.0, 0.01) == changed(0.01, 0.0) == (1, 0)
 
 
 def test_a_learned_table_of_positions_does_not_change_its_length() -> None:

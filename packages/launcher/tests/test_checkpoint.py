@@ -20,6 +20,7 @@ from shardweave.zero.checkpoint import (
     CheckpointWriteError,
     complete_checkpoints,
     damaged_files,
+    load_checkpoint,
     read_tensors,
     storage,
 )
@@ -75,6 +76,41 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path: Path
         for name, values in whole.full_parameters().items():
             assert torch.equal(again.full_parameters()[name], values), name
         mesh.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_experts_go_on_spread_over_any_ranks(tmp_path: Path) -> None:
+    """With the biases of their routers, which are no parameters, on stages that have other layers."""
+    experts = ("model.experts=4", "model.ffn=12", "model.router_bias=0.01", "precision=fp64")
+    reference = Trainer(_config(*experts), Mesh.single(), dataset=_dataset())
+    losses = [reference.train_step().loss for _ in range(6)]
+    after: Path | None = None
+    for number, (sizes, stage) in enumerate(
+        (
+            ({"dp": 4, "ep": 4}, 3),
+            ({"dp": 2, "ep": 2, "pp": 2}, 1),
+            ({"dp": 4, "ep": 2}, 2),
+            ({"tp": 2, "pp": 2}, 0),
+        )
+    ):
+        mesh = Mesh.of(sizes)
+        trainer = Trainer(_config(*experts, f"zero.stage={stage}"), mesh, dataset=_dataset())
+        assert resume(trainer, tmp_path, _quiet) == after
+        assert trainer.train_step().loss == pytest.approx(losses[number], rel=1e-12)
+        after = save(trainer, tmp_path, keep=0)
+        barrier(mesh.world)
+        mesh.close()
+    last = Trainer(_config(*experts), Mesh.single(), dataset=_dataset())
+    alone = Trainer(_config(*experts), Mesh.single(), dataset=_dataset())
+    for _ in range(4):
+        alone.train_step()
+    assert after is not None
+    load_checkpoint(
+        after, last.parts.optimizer, world=last.mesh.world, tensors=dict(last.parts.module.named_buffers())
+    )
+    for name, bias in last.parts.module.named_buffers():
+        assert torch.equal(bias, alone.parts.module.get_buffer(name)), name
+        assert bias.abs().max() > 0
 
 
 @pytest.mark.ranks(4, timeout=120)

@@ -53,6 +53,16 @@ def test_a_file_gets_plain_lines() -> None:
     ]
 
 
+def test_experts_are_shown_where_there_are_any() -> None:
+    even = {"expert_load": 1.25, "dropped_share": 0.0}
+    for terminal in (False, True):
+        text = _shown(terminal, [_record(1) | even])
+        assert "0.31 GiB  busiest expert 1.25x" in text
+        assert "dropped" not in text
+        text = _shown(terminal, [_record(1) | even | {"dropped_share": 0.0312}])
+        assert "busiest expert 1.25x  dropped 3.1 %" in text
+
+
 def test_lines_come_every_log_every_steps_and_at_the_end() -> None:
     run = {"steps": 40, "log_every": 15}
     text = _shown(False, [_record(step) for step in range(1, 41)], run=run)

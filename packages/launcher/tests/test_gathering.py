@@ -37,6 +37,12 @@ CASES: tuple[Mapping[str, Any], ...] = (
     {"parallel.data": 4, "zero.keep_gathered": 9000, "zero.prefetch": 0, "model.tie_embeddings": "false"},
     {"parallel.data": 4, "zero.replicas": 2, "model.position": "learned"},
     {"parallel.data": 2, "parallel.tensor": 2, **FINE},
+    {"parallel.data": 4, "model.experts": 4, "parallel.expert": 2, **FINE},
+    {
+        "parallel.data": 4,
+        "model.experts": 4,
+        "parallel.expert": 4,
+    },  # experts are on one rank each, as they are
     {"parallel.data": 2, "parallel.pipeline": 2, "zero.prefetch": 2, **FINE},
 )
 

@@ -155,6 +155,41 @@ def test_heads_that_are_exchanged_for_tokens_divide_over_context_ranks() -> None
     check_fit(config, layout_of(config), transformer_config(config))
 
 
+def test_experts_are_spread_among_data_ranks() -> None:
+    experts = ("model.experts=8", "parallel.expert=4")
+    layout = _layout(*experts, "parallel.tensor=2")
+    assert layout == Layout(data=4, expert=4, tensor=2)  # as many data ranks as the layout names
+    assert _layout(*experts, world=8) == Layout(data=8, expert=4)
+    assert _layout("parallel.expert=4") == Layout()  # without experts it has no effect, as it says
+    assert str(layout) == "dp4 (ep4) × tp2 × pp1"
+    assert (layout.world_size, layout.sizes()["ep"]) == (8, 4)
+    assert layout.coordinates(5) == {"pp": 0, "dp": 2, "ep": 2, "cp": 0, "tp": 1}
+    assert Layout(data=8, expert=2).coordinates(5)["ep"] == 1
+    text = _misfit(*experts, "parallel.data=6")
+    assert text == (
+        "`parallel.expert: 4` does not divide the 6 data ranks (`parallel.data`), among which experts are spread; "
+        "use 1 or 2, or parallel.data=12"
+    )
+    text = _misfit(*experts, "parallel.data=4", "zero.replicas=2")
+    assert "does not divide the 2 data ranks (`parallel.data` / `zero.replicas: 2`)" in text
+    assert text.endswith("use 1 or 2, or parallel.data=8")
+    text = _misfit("model.experts=6", "parallel.expert=4")
+    assert text == (
+        "`parallel.expert: 4` does not divide `model.experts: 6`: every rank has equally many; use 1 or 2"
+    )
+
+
+def test_the_transformers_own_rules_name_the_launchers_keys() -> None:
+    with pytest.raises(ConfigError, match=r"model\.experts_per_token: 3"):
+        load_config(None, ["model.experts=2", "model.experts_per_token=3"])
+    shape = transformer_config(
+        load_config(None, ["model.experts=4", "model.z_loss=0.5", "model.router_bias=0.1"])
+    )
+    assert (shape.router_z_loss, shape.router_bias, shape.balance_loss) == (0.5, True, 0.01)
+    dense = transformer_config(load_config(None, ["model.z_loss=0.5", "model.expert_capacity=1"]))
+    assert (dense.router_z_loss, dense.expert_capacity) == (0.0, None)
+
+
 def test_uneven_vocabulary_width_and_layers_fit() -> None:
     config = load_config(
         None,

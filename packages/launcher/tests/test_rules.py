@@ -32,6 +32,8 @@ from shardweave.launcher.unbuilt import table, unbuilt
             "`parallel.context_form: all-to-all` has no effect because `parallel.context` is 1",
         ),
         ("model.z_loss=0.1", "`model.z_loss: 0.1` has no effect because `model.experts` is 0"),
+        ("model.router_bias=0.1", "`model.router_bias: 0.1` has no effect because `model.experts` is 0"),
+        ("parallel.expert=2", "`parallel.expert: 2` has no effect because `model.experts` is 0"),
         ("comm.density=0.5", "has no effect because `comm.compression` is none"),
         ("run.stop_after=60", "has no effect because the run ends after `run.steps: 60` anyway"),
         ("zero.shard_between_micro_batches=true", "has no effect because `zero.stage` is below 2"),
@@ -60,6 +62,16 @@ def test_b118_chunks_with_one_stage_and_recompute_beyond_the_layers_are_errors()
         ConfigError, match=r"recompute: {every: 9}` has no effect because `model.layers: 4` is less"
     ):
         load_config(None, ["recompute={every: 9}"])
+
+
+def test_compression_keeps_what_is_not_sent_for_one_axis() -> None:
+    spread = ["model.experts=4", "parallel.expert=2", "parallel.data=2"]
+    with pytest.raises(
+        ConfigError, match=r"`comm.compression: topk` does not go with `parallel.expert: 2`: .* use comm"
+    ):
+        load_config(None, [*spread, "comm.compression=topk"])
+    load_config(None, ["model.experts=4", "comm.compression=topk"])
+    load_config(None, [*spread[1:], "comm.compression=topk"])  # without experts nothing is spread
 
 
 def test_b118_defaults_written_out_are_never_idle() -> None:
@@ -94,10 +106,8 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("model", "experts"), 8),
         (("data", "source"), [{"source": "a.txt", "weight": 1}]),
         (("data", "tokenizer"), "gpt2"),
-        (("parallel", "expert"), 2),
         (("parallel", "chunks"), 2),
         (("parallel", "schedule"), "zb-h1"),
         (("zero", "offload"), "cpu"),

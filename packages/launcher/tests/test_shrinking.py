@@ -85,6 +85,29 @@ def test_heads_that_are_exchanged_go_on_to_divide() -> None:
     check_fit(shrunk.config, layout, small)
 
 
+@pytest.mark.parametrize(
+    ("experts", "visited", "ranks", "expected"),
+    [
+        (64, 8, 1, (4, 2)),
+        (64, 8, 8, (16, 2)),  # several on each rank
+        (8, 1, 8, (8, 1)),  # one on each
+        (8, 8, 2, (4, 4)),  # all of them
+        (3, 2, 1, (3, 2)),
+    ],
+)
+def test_experts_are_spread_as_before(
+    experts: int, visited: int, ranks: int, expected: tuple[int, int]
+) -> None:
+    _, layout, shrunk = _shrunk(
+        "model.preset=gpt2", f"model.experts={experts}", f"model.experts_per_token={visited}",
+        f"parallel.expert={ranks}", "model.expert_capacity=1.5", "model.router_bias=0.1",
+    )  # fmt: skip
+    small = transformer_config(shrunk.config)
+    assert (small.experts, small.experts_per_token) == expected
+    assert (small.expert_capacity, shrunk.config.model.router_bias) == (1.5, 0.1)
+    check_fit(shrunk.config, layout, small)
+
+
 def test_what_is_not_a_size_stays() -> None:
     overrides = (
         "model.preset=bloom-7b1", "parallel.tensor=2", "parallel.pipeline=3", "parallel.data=3",

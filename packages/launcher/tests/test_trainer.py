@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from shardweave.launcher.dataset import IGNORED, Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process
+from shardweave.models import RouterStatistics
 
 SETTINGS = [
     "precision=fp64",
@@ -88,6 +90,73 @@ def test_b123_reports_and_parameters_are_those_of_one_process_in_every_layout() 
             assert trainer.parameter_count() == reference.parameter_count()
             assert trainer.evaluate() == pytest.approx(reference.evaluate(), rel=1e-9)
             mesh.close()
+
+
+EXPERTS = (
+    "model.experts=4", "model.ffn=12", "model.z_loss=0.02", "model.balance_loss=0.1", "model.router_bias=0.01",
+)  # fmt: skip
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_routers_report_what_they_do_in_one_process() -> None:
+    for overrides in (
+        ["model.expert_capacity=0.75", "model.experts_per_token=1"],
+        ["model.activation=swiglu"],
+    ):
+        config = _config(*EXPERTS, *overrides)
+        reference = Trainer(config, Mesh.single(), dataset=_dataset(44, 4))
+        expected = [reference.train_step() for _ in range(3)]
+        for sizes, stage in (
+            ({"dp": 4, "ep": 4}, 3),
+            ({"dp": 4, "ep": 2, "replicas": 2}, 1),
+            ({"dp": 2, "ep": 2, "tp": 2}, 2),
+            ({"dp": 2, "ep": 2, "pp": 2}, 3),
+        ):
+            mesh = Mesh.of(sizes)
+            more = _config(
+                *EXPERTS, *overrides, f"zero.stage={stage}", f"zero.replicas={sizes.get('replicas', 1)}"
+            )
+            trainer = Trainer(more, mesh, dataset=_dataset(44, 4))
+            results = [trainer.train_step() for _ in range(3)]
+            for got, want in zip(results, expected, strict=True):
+                _same_step(got, want)
+                _same_routers(got.routers, want.routers)
+            assert trainer.parameter_norm() == pytest.approx(reference.parameter_norm(), rel=1e-9)
+            assert trainer.parameter_count() == reference.parameter_count()
+            assert trainer.evaluate() == pytest.approx(reference.evaluate(), rel=1e-9)
+            for name, bias in trainer.parts.module.named_buffers():
+                assert torch.equal(bias, reference.parts.module.get_buffer(name)), name
+                assert bias.abs().max() > 0
+            mesh.close()
+
+
+def _same_routers(got: RouterStatistics | None, want: RouterStatistics | None) -> None:
+    assert got is not None
+    assert want is not None
+    assert torch.equal(got.counts, want.counts)
+    assert torch.equal(got.dropped, want.dropped)
+    assert got.loss == pytest.approx(want.loss, rel=1e-9)
+    torch.testing.assert_close(got.balance_loss, want.balance_loss, rtol=1e-9, atol=0)
+
+
+def test_a_step_that_is_skipped_moves_no_bias_and_metrics_say_what_routers_do() -> None:
+    trainer = Trainer(_config(*EXPERTS), Mesh(), dataset=_dataset())
+    record = _metrics_of_a_step(trainer)
+    assert record["expert_load"] >= 1.0
+    assert record["dropped_share"] == 0.0
+    weighted = 0.1 * record["balance_loss"] + 0.02 * record["z_loss"]
+    assert record["auxiliary_loss"] == pytest.approx(2 * weighted, rel=1e-9)  # of two layers
+    router = trainer.parts.module.get_submodule("layers.0.mlp.router")
+    before = router.bias.clone()
+    with torch.no_grad():
+        trainer.parts.module.get_parameter("norm.weight")[0] = torch.nan
+    assert trainer.train_step().skipped
+    assert torch.equal(router.bias, before)
+    assert "expert_load" not in _metrics_of_a_step(Trainer(_config(), Mesh(), dataset=_dataset()))
+
+
+def _metrics_of_a_step(trainer: Trainer) -> dict[str, Any]:
+    return Meter(trainer).stop(trainer.train_step()).record()
 
 
 @pytest.mark.ranks(4, timeout=120)

@@ -57,6 +57,7 @@ GPT = (
     "model.position=learned", "model.embedding_norm=false", "model.dropout=0.2", "model.attention_dropout=0.1",
 )  # fmt: skip
 CHUNKED = ("batch.chunked_loss=true",)
+EXPERTS = ("model.experts=4", "model.z_loss=0.01", "model.router_bias=0.02", "model.balance_loss=0.1")
 EIGHT = ("model.hidden=32", "model.heads=8", "model.kv_heads=4")
 
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
@@ -87,6 +88,8 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ),
         ("parallel.pipeline=4", "optimizer.name=sgd", "optimizer.clip=null"),
         ("parallel.context=4", "zero.stage=3", *CHUNKED, *LLAMA),
+        ("parallel.expert=2", "parallel.tensor=2", "zero.stage=3", *LLAMA, *EXPERTS),
+        ("parallel.expert=2", "parallel.pipeline=2", "model.expert_capacity=1.0", *EXPERTS),
         ("parallel.context=2", "parallel.context_form=all-to-all", "parallel.tensor=2", "zero.stage=1", *GPT),
     ],
     8: [

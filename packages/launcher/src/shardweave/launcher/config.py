@@ -192,8 +192,8 @@ class Parallel(_Block):
     """How context ranks attend to each other's tokens: keys and values go round, or heads are exchanged for tokens, for
     which `context` has to divide the query heads of a tensor rank."""
     expert: Ranks = 1
-    """Ranks that share the experts of one layer: neighbours among the data ranks, whose number (with `zero.replicas`, in
-    one copy) it has to divide. It asks for no further ranks."""
+    """Ranks that share the experts of one layer: neighbours among the data ranks, whose number (with `zero.replicas`,
+    in one copy) it has to divide. It asks for no further ranks."""
     sequence: Flag = True
     """Whether the tensor ranks also share what lies between their layers (sequence parallelism)."""
     keep_inputs: Flag = False

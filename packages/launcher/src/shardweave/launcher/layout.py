@@ -92,8 +92,8 @@ class BatchPlan:
 
 
 def layout_of(config: Config, world_size: int | None = None) -> Layout:
-    """The layout of a run. `world_size` is the number of ranks at hand; None: as many as the layout names, with one data
-    rank, or one for each part of the experts, where their number is auto.
+    """The layout of a run. `world_size` is the number of ranks at hand; None: as many as the layout names, with one
+    data rank, or one for each part of the experts, where their number is auto.
 
     Raises:
         ConfigError: when the ranks at hand and the layout do not match.

@@ -18,7 +18,7 @@ One step::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -162,15 +162,15 @@ class Trainer:
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, whatever this rank holds of it."""
-        held = sum(p.numel() for p in self.parts.module.parameters() if self._counts(p))
+        held = sum(parameter.numel() for parameter, is_counted in self._of_the_model() if is_counted)
         return int(self._over_the_model(torch.tensor(held, device=self.parts.device)))
 
     def parameter_norm(self) -> float:
         """L2 norm of the whole model's parameters as they are now, each element counted once."""
         total = torch.zeros((), dtype=torch.float64, device=self.parts.device)
-        for parameter in self.parts.module.parameters():
-            if self._counts(parameter):
-                total += parameter.detach().double().square().sum()
+        for parameter, is_counted in self._of_the_model():
+            square = parameter.detach().double().square().sum()  # by all, as it is gathered by all
+            total += square if is_counted else 0.0
         return math.sqrt(float(self._over_the_model(total)))
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -178,7 +178,6 @@ class Trainer:
 
         For tests and small models: it moves all parameters. Values are exact: each element is added to zeros.
         """
-        held = {sharding_of(parameter).name: parameter for parameter in self.parts.module.parameters()}
         shapes = parameter_shapes(self.parts.shape)
         # One collective for all of them: a model has hundreds of parameters, and each would cost a round trip.
         dtype = next(self.parts.module.parameters()).dtype
@@ -188,17 +187,23 @@ class Trainer:
             entry.name: part.view(entry.shape)
             for entry, part in zip(shapes, values.split(sizes), strict=True)
         }
-        for name, parameter in held.items():
-            if self._counts(parameter):
-                full[name][full_index(parameter)] = parameter.detach()
+        for parameter, is_counted in self._of_the_model():
+            here = parameter.detach().clone()  # by all, as it is gathered by all
+            if is_counted:
+                full[sharding_of(parameter).name][full_index(parameter)] = here
         self._over_the_model(values)
         return {
             name: part.clone() for name, part in full.items()
         }  # each with storage of its own, to be sent or kept
 
-    def _counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts its piece of a parameter in sums over the model."""
-        return counts_here(parameter, self.mesh.model) and counts_here(parameter, self.mesh.ep)
+    def _of_the_model(self) -> Iterator[tuple[Tensor, bool]]:
+        """The parameters that this place in the model counts, and whether this rank does it for all ranks of ``ep``.
+
+        At ZeRO stage 3 what is read is gathered by all data ranks, so they have to read the same ones, whoever counts.
+        """
+        for parameter in self.parts.module.parameters():
+            if counts_here(parameter, self.mesh.model):
+                yield parameter, counts_here(parameter, self.mesh.ep)
 
     def _over_the_model(self, values: Tensor) -> Tensor:
         """`values`, in place, summed over all that hold a part of one copy of the model, experts among them."""
