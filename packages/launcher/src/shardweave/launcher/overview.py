@@ -176,6 +176,7 @@ def _held(
             chunked_loss=config.batch.chunked_loss,
             context=layout.context,
             context_form=config.parallel.context_form,
+            expert=layout.expert,
             data=layout.sharing // num_replicas(config),
             zero_stage=config.zero.stage,
             whole_gradients=_keeps_gradients_whole(config, plan),
