@@ -7,16 +7,14 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from packages.launcher.tests.commands import COMMAND, TEXT, environment
+from packages.launcher.tests.commands import TEXT, Ended, rank_pids, run, run_fresh, runs, start, start_joined
 
 from shardweave.comm.devices import accelerator
 from shardweave.launcher import __version__
@@ -47,42 +45,26 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _start(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=place,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _run(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> tuple[int, str, str]:
-    with _start(place, *arguments, command=command) as process:
-        out, err = process.communicate(timeout=150)
-    return process.returncode, out, err
-
-
 @pytest.mark.timeout(400)
 def test_a_run_from_start_to_text(place: Path) -> None:
-    status, out, err = _run(place, "train", "tiny.yaml", "run.stop_after=2")
+    """The first as a person starts it; what follows is forked."""
+    status, out, err = run_fresh(place, "train", "tiny.yaml", "run.stop_after=2")
     assert (status, err) == (0, "")
     assert "dp1 × tp2 × pp1 = 2 ranks" in out
     assert "step 1/4  loss " in out
-    run = place / "runs" / "tiny"
-    assert load_config(run / "config.yaml").parallel.data == 1
-    ranks = json.loads((run / "ranks.json").read_text())["ranks"]
+    directory = place / "runs" / "tiny"
+    assert load_config(directory / "config.yaml").parallel.data == 1
+    ranks = json.loads((directory / "ranks.json").read_text())["ranks"]
     assert [(rank["rank"], rank["coordinates"]["tp"]) for rank in ranks] == [(0, 0), (1, 1)]
     assert all(rank["host"] and rank["pid"] > 1 for rank in ranks)
-    assert {path.name for path in (run / "ranks").glob("*.log")} == {"rank-00000.log", "rank-00001.log"}
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert {path.name for path in (directory / "ranks").glob("*.log")} == {"rank-00000.log", "rank-00001.log"}
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000002"]
 
-    status, out, err = _run(place, "train", "tiny.yaml")
+    status, out, err = run(place, "train", "tiny.yaml")
     assert (status, err) == (0, "")
     assert "resumed from " in out
     assert "step 2/4" not in out
-    lines = read_metrics(run / "metrics.jsonl")
+    lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
     assert lines[0]["comm_bytes"]["tp"] > 0
@@ -92,11 +74,11 @@ def test_a_run_from_start_to_text(place: Path) -> None:
         assert f"\n{label}" in out
     assert "shardweave generate runs/tiny" in out
 
-    status, out, err = _run(place, "train", "tiny.yaml")
+    status, out, err = run(place, "train", "tiny.yaml")
     assert (status, err) == (0, "")
     assert "4 steps already complete" in out
 
-    status, out, err = _run(place, "generate", "runs/tiny", "--prompt", "It is", "--tokens", "20")
+    status, out, err = run(place, "generate", "runs/tiny", "--prompt", "It is", "--tokens", "20")
     assert (status, err) == (0, "")
     assert out.startswith("It is")
     assert len(out.encode()) >= 5 + 20
@@ -109,13 +91,14 @@ def test_mistakes_end_with_their_status_and_one_paragraph(place: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        cases = {
-            ("typo.yaml",): (2, "typo.yaml:2: parallel.tensr: there is no such key"),
-            ("tiny.yaml", "--port", str(port)): (3, f"port {port} on 127.0.0.1 is taken"),
-            ("tiny.yaml", "run.dir=/proc/nowhere"): (3, "cannot be made"),
+        # The first is found while the process that forks ranks still imports, which it does in a fresh interpreter.
+        cases: dict[tuple[str, ...], tuple[Callable[..., Ended], int, str]] = {
+            ("typo.yaml",): (run_fresh, 2, "typo.yaml:2: parallel.tensr: there is no such key"),
+            ("tiny.yaml", "--port", str(port)): (run, 3, f"port {port} on 127.0.0.1 is taken"),
+            ("tiny.yaml", "run.dir=/proc/nowhere"): (run, 3, "cannot be made"),
         }
-        for arguments, (expected, text) in cases.items():
-            status, _, err = _run(place, "train", *arguments)
+        for arguments, (start_and_wait, expected, text) in cases.items():
+            status, _, err = start_and_wait(place, "train", *arguments)
             assert status == expected, err
             assert err.startswith("error: ")
             assert text in err
@@ -198,43 +181,37 @@ def test_starting_over_sets_the_earlier_run_aside(place: Path, monkeypatch: pyte
         open_run(overview)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.timeout(200)
 def test_a_killed_rank_ends_the_run_and_is_named_first(place: Path) -> None:
-    process = _start(
-        place, "train", "tiny.yaml", "run.steps=100000", "checkpoint.every=0", "run.eval_every=0"
-    )
-    metrics = place / "runs" / "tiny" / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while len(read_metrics(metrics)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    pids = [rank["pid"] for rank in json.loads((place / "runs/tiny/ranks.json").read_text())["ranks"]]
-    os.kill(pids[1], signal.SIGKILL)
-    killed = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 15
-    assert process.returncode == 128 + signal.SIGKILL
+    endless = ("run.steps=100000", "checkpoint.every=0", "run.eval_every=0")
+    with start(place, "train", "tiny.yaml", *endless) as command:
+        metrics = place / "runs" / "tiny" / "metrics.jsonl"
+        deadline = time.monotonic() + 100
+        while len(read_metrics(metrics)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = rank_pids(place / "runs" / "tiny")
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        status, _, err = command.end(timeout=60)
+        assert time.monotonic() - killed < 15
+        assert not any(runs(pid) for pid in pids)
+    assert status == 128 + signal.SIGKILL
     assert err.startswith("error: rank 1 on ")
     assert "SIGKILL" in err.splitlines()[0]
     assert "rank-00001.log" in err
-    assert not any(_alive(pid) for pid in pids)
 
 
 @pytest.mark.timeout(200)
-def test_ranks_that_torchrun_started_join(place: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    module = ["-m", "shardweave.launcher"]
-    status, out, err = _run(place, "train", "tiny.yaml", command=[*torchrun, "2", *module])
-    assert status == 0, err
+def test_ranks_that_something_else_started_join(place: Path) -> None:
+    """As srun starts them; by torchrun: `test_stopping_command` and, on several hosts, integration."""
+    with start_joined(place, 2, "train", "tiny.yaml") as ranks:
+        ended = [rank.end() for rank in ranks]
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    out = "".join(out for _, out, _ in ended)
     assert out.count("\nstep 4/4  loss ") == 1
     assert out.count("\nnext ") == 1
-    status, _, err = _run(place, "train", "tiny.yaml", command=[*torchrun, "3", *module])
+    with start_joined(place, 3, "train", "tiny.yaml") as ranks:
+        status, _, err = ranks[0].end()  # the others give it time to end them, as torchrun and srun do
     assert status != 0
     assert err.count("error: tiny.yaml:5: 3 ranks were started, which is not a multiple of 2") == 1
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from packages.launcher.tests.commands import rank_pids, start_endless
+from packages.launcher.tests.commands import Command, prepare_endless, rank_pids, start, start_fresh
 
 from shardweave.comm.testing.listeners import listeners, open_to_others
 from shardweave.launcher.metrics import read_metrics
@@ -20,26 +18,11 @@ from shardweave.launcher.metrics import read_metrics
 pytestmark = pytest.mark.timeout(180)
 
 
-@contextmanager
-def running(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command; what it prints goes to ``place/output``."""
-    with open(place / "output", "w") as output:
-        process = start_endless(place, *arguments, output=output)
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], place: Path) -> None:
+def wait_until(condition: Callable[[], bool], command: Command) -> None:
     deadline = time.monotonic() + 90
     while not condition():
-        assert process.poll() is None, (place / "output").read_text()
-        assert time.monotonic() < deadline, (place / "output").read_text()
+        assert command.poll() is None, command.end()
+        assert time.monotonic() < deadline, (command.out, command.err)
         time.sleep(0.05)
 
 
@@ -65,29 +48,29 @@ def family(pid: int) -> set[int]:
 
 def test_a_local_run_listens_on_the_loopback_address_only(tmp_path: Path) -> None:
     """Launcher, zygote, ranks: the store, one listener for each process group, and those of debug mode."""
-    with running(tmp_path, "comm.debug=true") as process:
-        wait_until(lambda: trains(tmp_path), process, tmp_path)
-        pids, ranks = family(process.pid), rank_pids(tmp_path / "runs/tiny")
+    with start(tmp_path, *prepare_endless(tmp_path), "comm.debug=true") as command:
+        wait_until(lambda: trains(tmp_path), command)
+        pids, ranks = family(command.pid), rank_pids(tmp_path / "runs/tiny")
         assert set(ranks) < pids
-        assert listeners(process.pid)  # the store is the launcher's
+        assert listeners(command.pid)  # the store is the launcher's
         assert all(listeners(pid) for pid in ranks)
         assert {pid: found for pid in pids if (found := open_to_others(pid))} == {}
 
 
 def test_a_rank_that_stands_still_is_told_while_the_run_waits(tmp_path: Path) -> None:
     """A fifth of ``comm.timeout`` later, to the person at the terminal in a line, and in full in a rank's log."""
-    with running(tmp_path, "comm.timeout=20") as process:
-        wait_until(lambda: trains(tmp_path), process, tmp_path)
+    with start_fresh(tmp_path, *prepare_endless(tmp_path), "comm.timeout=20") as command:
+        wait_until(lambda: trains(tmp_path), command)
         stopped = rank_pids(tmp_path / "runs/tiny")[1]
         os.kill(stopped, signal.SIGSTOP)
         try:
-            wait_until(lambda: " has waited " in (tmp_path / "output").read_text(), process, tmp_path)
+            wait_until(lambda: " has waited " in command.out, command)
             log = tmp_path / "runs/tiny/ranks/rank-00000.log"
-            wait_until(lambda: "--- rank 0, main thread ---" in log.read_text(), process, tmp_path)
+            wait_until(lambda: "--- rank 0, main thread ---" in log.read_text(), command)
         finally:
             os.kill(stopped, signal.SIGCONT)
-        wait_until(lambda: " went on after " in (tmp_path / "output").read_text(), process, tmp_path)
-    output = (tmp_path / "output").read_text()
+        wait_until(lambda: " went on after " in command.out, command)
+        output = command.out
     (line,) = [line for line in output.splitlines() if " has waited " in line]
     assert re.match(r"rank 0 has waited [45] s in \w+ number \d+ on (tp|world) \(ranks 0, 1\): see ", line)
     assert line.endswith(": see runs/tiny/ranks/rank-00000.log")

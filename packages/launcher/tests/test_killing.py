@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ import torch
 from packages.launcher.tests.commands import TEXT
 from torch import Tensor
 
-from shardweave.comm.zygote import PRELOAD, Entry, Zygote
+from shardweave.comm.testing.harness import warm_zygote
+from shardweave.comm.zygote import Entry, Zygote
 from shardweave.launcher.metrics import read_metrics
 from shardweave.launcher.processes import launch_local
 from shardweave.launcher.reading import load_config
@@ -39,11 +39,10 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    modules = ("numpy", "shardweave.launcher.rank_entry", "shardweave.launcher.rank")
-    with Zygote.start((*PRELOAD, *modules)) as started:
-        started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
-        yield started
+def zygote() -> Zygote:
+    started = warm_zygote()
+    started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
+    return started
 
 
 def kill(pid: int) -> None:

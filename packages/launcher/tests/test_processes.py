@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,17 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from packages.launcher.tests.commands import runs, start_fresh, start_function
 
 from shardweave.comm import init
-from shardweave.comm.zygote import PRELOAD, Entry, Zygote
+from shardweave.comm.testing.harness import warm_zygote
+from shardweave.comm.zygote import Entry, Zygote
 from shardweave.launcher.failures import Outcome
 from shardweave.launcher.processes import launch_local
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
@@ -29,10 +32,10 @@ LIMIT = 10.0  # seconds: what the cases allow for an end
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote.start((*PRELOAD, "numpy", "shardweave.launcher.rank_entry")) as started:
-        started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
-        yield started
+def zygote() -> Zygote:
+    started = warm_zygote()
+    started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
+    return started
 
 
 def launch(zygote: Zygote, function: str, run_dir: Path, ranks: int = 2, **options: Any) -> Outcome:
@@ -148,48 +151,54 @@ def test_b124_a_missing_entry_point_is_an_error(zygote: Zygote, tmp_path: Path) 
 
 # -- B125: nobody is left ---------------------------------------------------------------------------------
 
-LAUNCHER = """
-import sys
-from pathlib import Path
-from shardweave.comm.zygote import Zygote
-from shardweave.launcher.processes import launch_local
-zygote = Zygote.start()
-outcome = launch_local({entry!r}, {{"crash": {crash!r}}}, world_size=2, run_dir=Path({run_dir!r}),
-                       on_line=lambda rank, line: print(rank, line, flush=True), zygote=zygote)
-print(outcome.failure, file=sys.stderr)
-sys.exit(outcome.exit_code)
-"""
+
+def launch_and_tell(run_dir: str, function: str, payload: str) -> None:
+    """A launcher that prints what its ranks print."""
+    outcome = launch_local(
+        f"{__name__}:{function}",
+        json.loads(payload),
+        world_size=2,
+        run_dir=Path(run_dir),
+        on_line=lambda rank, line: print(rank, line, flush=True),
+        zygote=Zygote.start(),
+    )
+    print(outcome.failure, file=sys.stderr)
+    sys.exit(outcome.exit_code)
+
+
+FRESH = f"import sys; from {__name__} import launch_and_tell; launch_and_tell(*sys.argv[1:])"
+
+
+def launch_elsewhere(place: Path, function: str, payload: dict[str, Any], *, fresh: bool = False) -> Any:
+    """`launch_and_tell` in a process of its own."""
+    arguments = (str(place), function, json.dumps(payload))
+    if fresh:
+        return start_fresh(ROOT, *arguments, command=[sys.executable, "-c", FRESH])
+    return start_function(place, launch_and_tell, *arguments)
 
 
 @pytest.mark.parametrize("how, status", [("TERM", 143), ("INT", 130), ("KILL", -9), ("crash", 134)])
 def test_b125_no_process_is_left(tmp_path: Path, how: str, status: int) -> None:
     crash = tmp_path / "crash"
-    entry = f"{__name__}:read_data_for_ever"
-    script = LAUNCHER.format(entry=entry, crash=str(crash), run_dir=str(tmp_path))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    with subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
+    with launch_elsewhere(
+        tmp_path, "read_data_for_ever", {"crash": str(crash)}, fresh=how == "KILL"
     ) as launcher:
-        assert launcher.stdout is not None
-        pids: list[int] = []
-        while len(pids) < 6:
-            line = launcher.stdout.readline()
-            assert line, launcher.communicate()
-            pids += [int(word) for word in line.split()[2:]] if " pids " in line else []
+        deadline = time.monotonic() + 60
+        while len(told := re.findall(r"^\d pids (\d+) (\d+) (\d+)$", launcher.out, re.MULTILINE)) < 2:
+            assert launcher.poll() is None, launcher.end()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        pids = [int(pid) for pids in told for pid in pids]
+        assert len(pids) == 6
         assert all(runs(pid) for pid in pids)
         if how == "crash":
             crash.touch()
         else:
             launcher.send_signal(signal.Signals[f"SIG{how}"])
         start = time.monotonic()
-        _, errors = launcher.communicate(timeout=LIMIT)
-    assert launcher.returncode == status, errors
-    assert_gone(pids, LIMIT - (time.monotonic() - start))
+        ended, _, errors = launcher.end(timeout=LIMIT)
+        assert ended == status, errors
+        assert_gone(pids, LIMIT - (time.monotonic() - start))
     assert "Traceback" not in errors
     if how == "crash":
         assert "rank 1" in errors.splitlines()[0]
@@ -199,27 +208,16 @@ def test_b125_no_process_is_left(tmp_path: Path, how: str, status: int) -> None:
 # -- B126: ports ------------------------------------------------------------------------------------------
 
 
-TWO_RANKS = """
-import sys
-from pathlib import Path
-from shardweave.comm.zygote import Zygote
-from shardweave.launcher.processes import launch_local
-outcome = launch_local({entry!r}, {{"how": ""}}, world_size=2, run_dir=Path(sys.argv[1]), zygote=Zygote.start())
-sys.exit(outcome.exit_code)
-"""
-
-
 def test_b126_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
-    script = TWO_RANKS.format(entry=f"{__name__}:end_as_told")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / name)], env=environment)
-        for name in ("a", "b")
-    ]
-    assert [job.wait(60) for job in jobs] == [0, 0]
-    for name in ("a", "b"):
+    places = [tmp_path / "a", tmp_path / "b"]
+    with ExitStack() as stack:
+        for place in places:
+            place.mkdir()
+        jobs = [stack.enter_context(launch_elsewhere(place, "end_as_told", {"how": ""})) for place in places]
+        assert [job.end(60)[0] for job in jobs] == [0, 0]
+    for place in places:
         for rank in (0, 1):
-            log = tmp_path / name / "ranks" / f"rank-0000{rank}.log"
+            log = place / "ranks" / f"rank-0000{rank}.log"
             assert log.read_text() == f"rank {rank} of 2: 3\n"
 
 
@@ -352,13 +350,6 @@ def test_impossible_numbers_are_refused(zygote: Zygote, tmp_path: Path) -> None:
 
 def assert_matches(pattern: str, text: str) -> None:
     assert re.search(pattern, text), text
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def assert_gone(pids: Iterable[int], seconds: float) -> None:

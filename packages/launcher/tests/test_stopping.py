@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from packages.launcher.tests.commands import TEXT
+from packages.launcher.tests.commands import TEXT, runs
 from torch._C._distributed_c10d import HashStore
 
 from shardweave.comm import Mesh
-from shardweave.comm.zygote import PRELOAD, Entry, Zygote
+from shardweave.comm.testing.harness import warm_zygote
+from shardweave.comm.zygote import Entry, Zygote
 from shardweave.launcher import rank
 from shardweave.launcher.failures import Outcome
 from shardweave.launcher.processes import launch_local
@@ -50,11 +51,10 @@ React = Callable[[int, str], None]
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    modules = ("numpy", "shardweave.launcher.rank_entry", "shardweave.launcher.rank")
-    with Zygote.start((*PRELOAD, *modules)) as started:
-        started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
-        yield started
+def zygote() -> Zygote:
+    started = warm_zygote()
+    started.spawn(Entry.parse("time:sleep"), [(0,)]).close()  # its imports are done now
+    return started
 
 
 class Job:
@@ -373,13 +373,3 @@ def test_the_board_says_what_was_written_on_it() -> None:
     board.leave(Stop(INT, 17))
     assert (board.begun, board.asked, board.left) == (True, TERM, Stop(INT, 17))
     assert [Stop(number, 1).status for number in STOP_SIGNALS] == [130, 75, 75, 75]
-
-
-# -- helpers ----------------------------------------------------------------------------------------------
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

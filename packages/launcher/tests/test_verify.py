@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from packages.launcher.tests.commands import COMMAND, environment
+from packages.launcher.tests.commands import run, run_fresh, start_joined
 from torch import Tensor
 
 from shardweave.comm import Axis, Mesh, counts_here, set_sharding, sharding_of
@@ -441,52 +439,40 @@ def test_configurations_that_cannot_run_are_refused_before_anything_starts() -> 
 
 # --- the command ---------------------------------------------------------------------------------------------------
 
-TORCHRUN = (
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardweave.launcher",
-)  # fmt: skip
 TINY = tuple(override for override in SMALL if not override.startswith("precision"))
-
-
-def _run(place: Path, *arguments: str, command: Sequence[str] = COMMAND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, "verify", *arguments],
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
 
 
 @pytest.mark.timeout(400)
 def test_the_command_says_where_they_part(tmp_path: Path) -> None:
     # Gradients that travel in bfloat16 are no mistake, but not one process' float32 either: another training run.
     rounded = (*TINY, "parallel.data=2", "zero.reduce_dtype=bf16")
-    parted = _run(tmp_path, *rounded, "--precision", "configured", "--json", "--steps", "1")
-    assert parted.returncode == 4, parted.stderr
-    answer = json.loads(parted.stdout)
+    status, out, err = run_fresh(
+        tmp_path, "verify", *rounded, "--precision", "configured", "--json", "--steps", "1"
+    )
+    assert status == 4, err
+    answer = json.loads(out)
     first = answer["partings"][0]
     assert (answer["equal"], answer["ranks"], answer["precision"], answer["steps"]) == (False, 2, "fp32", 1)
     assert (first["kind"], first["step"]) == ("gradient", 1)
     assert first["coordinates"]["dp"] == first["rank"]
     assert first["name"] in answer["headline"]
     # In float64 they travel whole, and the command says so.
-    equal = _run(tmp_path, *rounded)
-    assert (equal.returncode, equal.stderr) == (0, "")
-    assert "zero.reduce_dtype bf16 -> auto (rounding must not hide a mistake)" in equal.stdout
-    assert equal.stdout.splitlines()[-1] == "equal: dp2 × tp1 × pp1 trains as one process does"
+    status, out, err = run(tmp_path, "verify", *rounded)
+    assert (status, err) == (0, "")
+    assert "zero.reduce_dtype bf16 -> auto (rounding must not hide a mistake)" in out
+    assert out.splitlines()[-1] == "equal: dp2 × tp1 × pp1 trains as one process does"
     assert list(tmp_path.iterdir()) == []
-    wrong = _run(tmp_path, "parallel.tensor=3")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("error: command line: `parallel.tensor: 3` does not divide")
+    status, _, err = run(tmp_path, "verify", "parallel.tensor=3")
+    assert status == 2
+    assert err.startswith("error: command line: `parallel.tensor: 3` does not divide")
 
 
 @pytest.mark.timeout(200)
-def test_ranks_that_torchrun_started_verify_together(tmp_path: Path) -> None:
-    joined = _run(tmp_path, *TINY, "parallel.tensor=2", "--json", command=TORCHRUN)
-    assert joined.returncode == 0, joined.stderr
-    answer = json.loads(joined.stdout)
+def test_ranks_that_something_else_started_verify_together(tmp_path: Path) -> None:
+    with start_joined(tmp_path, 2, "verify", *TINY, "parallel.tensor=2", "--json") as ranks:
+        ended = [rank.end() for rank in ranks]
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    answer = json.loads("".join(out for _, out, _ in ended))  # one of them answers
     assert (answer["equal"], answer["ranks"], answer["layout"]["tp"]) == (True, 2, 2)
     assert answer["changed"] == [
         {"setting": "precision", "from": "fp32", "to": "fp64", "reason": "rounding must not hide a mistake"}
