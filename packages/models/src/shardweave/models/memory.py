@@ -150,6 +150,7 @@ class _Kept:
         self.local_tokens = self.tokens // where.tensor if where.sequence_parallel else self.tokens
         self.chunked = where.chunked_loss
         self.keeps_inputs = where.keep_inputs
+        self.several_senders = where.expert > 1 or (self.split and where.sequence_parallel)
         local = {
             entry.name.removeprefix(f"layers.{self.part.first}."): local_shape(
                 entry, where.tensor, where.tensor_rank
@@ -286,4 +287,5 @@ class _Kept:
         if config.expert_capacity is not None:
             # As they are before zeros are put between them.
             back += here * (config.hidden * self.element + _INDEX)
-        return chosen + rows + back + 2 * (here + there) * _INDEX
+        orders = here + (there if self.several_senders else 0)
+        return chosen + rows + back + orders * _INDEX

@@ -14,9 +14,11 @@ in every run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shardweave.comm import Axis, all_gather, all_to_all, exchange_rows, gather_for, reduce_scatter_to
 
@@ -38,24 +40,24 @@ class Dispatch:
     """Rows from each."""
     shares: tuple[int, ...]
     """Rows that arrived at each rank of ``tp``."""
-    by_expert: Tensor
-    """Of the rows here, by sender: which stands where sorted by expert."""
+    by_expert: Tensor | None
+    """Of the rows here, by sender: which stands where sorted by expert. None: all are of one sender, and sorted."""
     counts: tuple[int, ...]
     """Rows of each expert here."""
 
     def send(self, rows: Tensor) -> Tensor:
         """[rows of this rank, ...] to [rows of the experts here, ...], expert by expert."""
-        there = exchange_rows(rows.index_select(0, self.order), self.ep, self.sizes, self.arriving)
+        there = exchange_rows(_permuted(rows, self.order), self.ep, self.sizes, self.arriving)
         if self.tp is not None:
             there = gather_for(there, self.tp, 0, self.shares)
-        return there.index_select(0, self.by_expert)
+        return there if self.by_expert is None else _permuted(there, self.by_expert)
 
     def back(self, rows: Tensor) -> Tensor:
         """The other way; with ``tp`` rows are summed over it, of which each rank has a part."""
-        here = rows.index_select(0, self.by_expert.argsort())
+        here = rows if self.by_expert is None else _permuted(rows, self.by_expert, back=True)
         if self.tp is not None:
             here = reduce_scatter_to(here, self.tp, 0, self.shares)
-        return exchange_rows(here, self.ep, self.arriving, self.sizes).index_select(0, self.order.argsort())
+        return _permuted(exchange_rows(here, self.ep, self.arriving, self.sizes), self.order, back=True)
 
 
 @torch.no_grad()
@@ -71,8 +73,10 @@ def dispatched(experts: Tensor, num_experts: int, ep: Axis, tp: Axis | None = No
     senders = coming[None]
     if tp is not None:
         senders = all_gather(senders, tp)
-    numbers = torch.arange(own, device=experts.device).repeat(senders.numel() // own if own else 0)
-    by_expert = numbers.repeat_interleave(senders.flatten()).argsort(stable=True)
+    by_expert = None
+    if senders.numel() > own:
+        numbers = torch.arange(own, device=experts.device).repeat(senders.numel() // own)
+        by_expert = numbers.repeat_interleave(senders.flatten()).argsort(stable=True)
     return Dispatch(
         ep=ep,
         tp=tp,
@@ -83,3 +87,22 @@ def dispatched(experts: Tensor, num_experts: int, ep: Axis, tp: Axis | None = No
         by_expert=by_expert,
         counts=tuple(senders.sum((0, 1)).tolist()),
     )
+
+
+def _permuted(rows: Tensor, order: Tensor, *, back: bool = False) -> Tensor:
+    """``rows[order]``, or ``back`` from that; of a permutation, whose gradient is the other way and no sum."""
+    return cast(Tensor, _Permutation.apply(rows, order, back))  # type: ignore[no-untyped-call]
+
+
+class _Permutation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: bool) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.back = back
+        return rows.index_select(0, order.argsort() if back else order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return dy.index_select(0, order if ctx.back else order.argsort()), None, None

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -118,8 +117,7 @@ class _SegmentProducts(torch.autograd.Function):
         dtype = autocast_dtype(rows) or rows.dtype
         own = rows.to(dtype)
         ctx.save_for_backward(own if ctx.needs_input_grad[1] else None)
-        parts = zip(own.split(list(counts)), weight.to(dtype), strict=True)
-        return torch.cat([F.linear(part, one) for part, one in parts])
+        return _by_segment(own, weight.to(dtype).transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
@@ -128,14 +126,22 @@ class _SegmentProducts(torch.autograd.Function):
         sizes = list(ctx.counts)
         dx = None
         if ctx.needs_input_grad[0]:
-            parts = zip(dy.split(sizes), weight.to(dy.dtype), strict=True)
-            dx = torch.cat([part @ one for part, one in parts]).to(ctx.dtype)
+            dx = _by_segment(dy, weight.to(dy.dtype), ctx.counts).to(ctx.dtype)
 
         def d_weights() -> list[Tensor | None]:
-            found = torch.empty_like(weight)
-            for number, (part, rows) in enumerate(zip(dy.split(sizes), kept.split(sizes), strict=True)):
-                found[number] = part.t() @ rows
-            return [found]
+            found = torch.empty_like(weight, dtype=dy.dtype)
+            for part, rows, one in zip(dy.split(sizes), kept.split(sizes), found, strict=True):
+                torch.mm(part.t(), rows, out=one)
+            return [found.to(weight.dtype)]
 
         (now,) = now_or_later((weight,), (ctx.needs_input_grad[1],), d_weights)
         return dx, now, None
+
+
+def _by_segment(rows: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """[n, out]: each segment of ``rows`` [n, in] times its own of ``matrices`` [experts, in, out], written where it
+    belongs."""
+    product = rows.new_empty(len(rows), matrices.shape[-1])
+    for part, one, place in zip(rows.split(list(counts)), matrices, product.split(list(counts)), strict=True):
+        torch.mm(part, one, out=place)
+    return product
