@@ -82,6 +82,7 @@ OPTIONS: tuple[Option, ...] = (
     _layout("pipeline", "parallel.pipeline", 1, 2, 3, 4, 8),
     _layout("context", "parallel.context", 1, 2, 4),
     _layout("form", "parallel.context_form", "ring", "all-to-all"),
+    _layout("expert", "parallel.expert", 1, 2, 4),
     _layout("sequence", "parallel.sequence", False, True),
     _layout("inputs", "parallel.keep_inputs", False, True),
     _layout("chunked_loss", "batch.chunked_loss", False, True),
@@ -110,6 +111,17 @@ OPTIONS: tuple[Option, ...] = (
     _run("embedding_norm", "model.embedding_norm", False, True),
     _run("qk_norm", "model.qk_norm", False, True),
     _run("activation", "model.activation", "gelu", "gelu_tanh", "swiglu"),
+    _choice(
+        "experts",
+        none={},
+        four={"model.experts": 4, "model.z_loss": 0.01, "model.router_bias": 0.01},
+        eight_with_room={
+            "model.experts": 8,
+            "model.experts_per_token": 1,
+            "model.expert_capacity": 1.0,
+            "model.balance_loss": 0.1,
+        },
+    ),
     _run("tied", "model.tie_embeddings", True, False),
     _run("dropout", "model.dropout", 0.0, 0.1),
     _run("attention_dropout", "model.attention_dropout", 0.0, 0.1),
@@ -154,6 +166,19 @@ def _heads_are_exchanged_over_context_ranks(form: str, context: int, tensor: int
     return form == "ring" or (context > 1 and HEADS // tensor % context == 0)
 
 
+def _experts_are_spread_over_data_ranks(
+    expert: int, experts: str, data: int, replicas: int, numbers: str
+) -> bool:
+    """Of a copy of shards; and without compression, which is for one axis."""
+    spread = experts != "none" and data % (replicas * expert) == 0 and numbers != "fp32_topk"
+    return expert == 1 or spread
+
+
+def _experts_are_chosen_alike(experts: str, numbers: str) -> bool:
+    """Rounding makes a token choose another expert, and that another run: only in float64 it is the same."""
+    return experts == "none" or numbers == EXACT
+
+
 def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
     return tensor > 1 or not sequence
 
@@ -181,8 +206,11 @@ def _what_is_gathered_is_prefetched(
     return prefetch == "auto" or _are_gathered(stage, data, context, replicas)
 
 
-def _what_is_gathered_is_bounded(live: object, stage: int, data: int, context: int, replicas: int) -> bool:
-    return live == "auto" or _are_gathered(stage, data, context, replicas)
+def _what_is_gathered_is_bounded(
+    live: object, stage: int, data: int, context: int, replicas: int, experts: str
+) -> bool:
+    """A block of experts is larger than the bound."""
+    return live == "auto" or (experts == "none" and _are_gathered(stage, data, context, replicas))
 
 
 def _what_is_gathered_is_kept(kept: object, stage: int, data: int, context: int, replicas: int) -> bool:
@@ -234,6 +262,8 @@ RULES: tuple[Rule, ...] = (
     _at_most_eight_ranks,
     _context_ranks_leave_tensor_ranks_equal_parts,
     _heads_are_exchanged_over_context_ranks,
+    _experts_are_spread_over_data_ranks,
+    _experts_are_chosen_alike,
     _a_sequence_is_shared_by_tensor_ranks,
     _gathered_inputs_are_kept,
     _a_schedule_is_for_stages,

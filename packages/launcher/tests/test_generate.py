@@ -19,8 +19,8 @@ from shardweave.launcher.trainer import Trainer
 SETTINGS = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.sequence=8", "batch.global=4"]
 
 
-def _run(path: Path) -> Trainer:
-    config = load_config(None, SETTINGS)
+def _run(path: Path, *overrides: str) -> Trainer:
+    config = load_config(None, [*SETTINGS, *overrides])
     path.mkdir()
     (path / "config.yaml").write_text(config_text(resolved(config, data=1)))
     tokens = np.random.default_rng(5).integers(1, 256, 8 * 40 + 1).astype(np.uint8)
@@ -44,6 +44,16 @@ def test_the_newest_checkpoint_or_the_one_named(tmp_path: Path, capsys: pytest.C
     model = load_model(tmp_path / "run", step2)
     for name, values in trainer.full_parameters().items():
         assert torch.equal(model.get_parameter(name), values), name
+
+
+def test_a_run_with_experts_is_read_with_the_biases_of_its_routers(tmp_path: Path) -> None:
+    trainer = _run(tmp_path / "run", "model.experts=4", "model.router_bias=0.05", "model.expert_capacity=1.0")
+    [_, step2] = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    model = load_model(tmp_path / "run", step2)
+    for name, bias in trainer.parts.module.named_buffers():
+        assert torch.equal(model.get_buffer(name), bias), name
+        assert bias.abs().max() > 0
+    assert _sample(tmp_path / "run") == 0
 
 
 def test_a_seed_repeats_and_temperature_0_needs_none(
