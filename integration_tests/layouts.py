@@ -208,9 +208,9 @@ def train_each(chosen: Iterable[Layout], **settings: Any) -> Iterator[Record]:
 def compare(record: Record, right: Record, tolerance: float) -> list[str]:
     """What is not equal, in words: losses and norms relatively, parameters by each tensor's largest entry.
 
-    A key bias adds the same to all scores of a query, which softmax does not see (except under rotary positions): its
-    gradient is zero in theory and rounding noise in practice, which Adam scales up. So for it "largest entry" is
-    at least the distance that Adam can have moved anything.
+    A key bias, or that of a key norm, adds the same to all scores of a query, which softmax does not see (except under
+    rotary positions): its gradient is zero in theory and rounding noise in practice, which Adam scales up. So for it
+    "largest entry" is at least the distance that Adam can have moved anything.
     """
     wrong = []
     for name, ours, theirs in (
@@ -227,7 +227,7 @@ def compare(record: Record, right: Record, tolerance: float) -> list[str]:
         return wrong
     for name, theirs_full in right.parameters.items():
         scale = theirs_full.abs().max()
-        if name.endswith("key.bias"):
+        if name.endswith(("key.bias", "key_norm.bias")):
             scale = scale.clamp_min(TRAVELLED)
         apart_by = (record.parameters[name] - theirs_full).abs().max() / scale
         if not apart_by <= tolerance:
