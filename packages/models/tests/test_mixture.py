@@ -253,6 +253,8 @@ def test_evaluation_is_not_noted_and_needs_no_losses() -> None:
     with torch.no_grad():
         expected = model(tokens)
     routers = StepRouters(config, sequences=3, tokens=24)
+    with pytest.raises(ValueError, match=r"give each micro-batch its own part, routers\.micro_batch\(\)"):
+        model(tokens, routers=routers)
     for given in (None, routers.micro_batch()):
         near(model.eval()(tokens, routers=given), expected)
     seen = routers.statistics()

@@ -54,7 +54,7 @@ from .embedding import PositionEmbedding
 from .initialize import initialize_module
 from .norms import make_norm
 from .parts import Part
-from .routers import MicroBatchRouters, RouterStatistics
+from .routers import MicroBatchRouters, RouterStatistics, StepRouters
 
 __all__ = ["Transformer"]
 
@@ -302,6 +302,10 @@ class Transformer(nn.Module):
                 "and how often they count only the caller knows: for each step make routers = StepRouters(config, "
                 "sequences=..., tokens=...) of the global batch, and give routers=routers.micro_batch() to each call; "
                 "or set both to 0"
+            )
+        if isinstance(given, StepRouters):
+            raise ValueError(
+                "routers: the step's object; give each micro-batch its own part, routers.micro_batch()"
             )
         return given
 
