@@ -48,6 +48,38 @@ def configs(attention: str, **options: Any) -> Iterator[Any]:
     )  # fmt: skip
 
 
+def more_configs() -> Iterator[Any]:
+    """Of the kinds whose plans are made of parts of the others' plans, small enough to be quick."""
+    import transformers
+
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "attn_implementation": "eager"}
+    llama = {
+        "vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE, "hidden_size": HIDDEN, "intermediate_size": 45,
+        "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+    }  # fmt: skip
+    yield transformers.MistralConfig(**llama, head_dim=8, sliding_window=4, **ends)
+    yield transformers.Qwen2Config(**llama, **ends)
+    yield transformers.GraniteConfig(**llama, attention_multiplier=0.3, residual_multiplier=0.7, **ends)
+    yield transformers.SmolLM3Config(**llama, pad_token_id=0, **ends)
+    for name in ("Qwen3", "Gemma", "Gemma2", "Gemma3Text"):
+        yield getattr(transformers, f"{name}Config")(**llama, head_dim=8, pad_token_id=0, **ends)
+    yield transformers.Starcoder2Config(**llama, residual_dropout=0.0, embedding_dropout=0.0, **ends)
+    yield transformers.PhiConfig(**llama | {"hidden_size": 32}, qk_layernorm=True, **ends)
+    yield transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=1, ffn_dim=45, num_attention_heads=HEADS,
+        max_position_embeddings=SEQUENCE, dropout=0.0, word_embed_proj_dim=16, do_layer_norm_before=True, **ends,
+    )  # fmt: skip
+    yield transformers.GPTJConfig(
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=HIDDEN, n_layer=1, n_head=HEADS, rotary_dim=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ends,
+    )  # fmt: skip
+    yield transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, hidden_size=HIDDEN, num_layers=2, num_heads=HEADS,
+        attention_types=[[["global", "local"], 1]], window_size=4, resid_dropout=0.0, embed_dropout=0.0,
+        attention_dropout=0.0, **ends,
+    )  # fmt: skip
+
+
 def build(config: Any, dtype: torch.dtype) -> nn.Module:
     """The model with every parameter random, the same on all ranks."""
     from transformers import AutoModelForCausalLM
@@ -150,6 +182,24 @@ def trains_alike(config: Any, axis: Axis, dtype: torch.dtype) -> None:
     assert_close(step(split)[1], step(original)[1], "logits of the gathered model")
 
 
+def computes_alike(config: Any, axis: Axis, dtype: torch.dtype) -> None:
+    """One step and back."""
+    original, split = build(config, dtype), build(config, dtype)
+    parallelize(split, "auto", axis)
+    whole = dict(original.named_parameters())
+    for path, module in split.named_modules():
+        if path.endswith(("_proj", "fc1", "fc2", "fc_in", "fc_out", "c_fc", "dense")):
+            weight = module.get_parameter("weight")
+            assert weight.numel() < whole[f"{path}.weight"].numel(), path
+    for found, expected, what in zip(step(split), step(original), ("loss", "logits"), strict=True):
+        assert_close(found, expected, what)
+    sum_partial_gradients(split.parameters())
+    assert_gradients(split, original)
+    split.zero_grad()
+    gather(split, axis)
+    assert_same_module(split, original)
+
+
 def refusals(axis: Axis) -> None:
     """Told by name, before anything is changed."""
     from transformers import BloomConfig, GPT2Config, LlamaConfig
@@ -245,6 +295,12 @@ def test_public_models() -> None:
         for config in configs(attention):
             for axis in (pairs.tp, four):
                 trains_alike(config, axis, dtype)
+    for config in more_configs():
+        # These norms round to float32, whatever they are given, so sums over ranks are not those of one process.
+        rounds = config.model_type in ("qwen3", "gemma3_text")
+        computes_alike(config, pairs.tp, torch.float32 if rounds else torch.float64)
+        if config.model_type in ("qwen3", "phi"):  # norms of key heads that ranks share
+            computes_alike(config, four, torch.float32)
     refusals(four)
     for config in configs("eager"):
         drops_rightly(config, pairs)

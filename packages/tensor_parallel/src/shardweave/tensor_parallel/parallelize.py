@@ -58,6 +58,7 @@ def parallelize(
     ``vocab``           nn.Embedding  :class:`VocabParallelEmbedding`: rows split
     ``sequence``        (any module)  nothing: marks its parameters' gradients as partial, for norms between
                                       the pairs under sequence parallelism
+    ``partial``         (any module)  nothing: the same for norms of heads, of which each rank has its own
     ==================  ============  ========================================================================
 
     transformers' ``Conv1D``, a linear layer with its weight the other way round, may stand wherever ``nn.Linear``
@@ -94,11 +95,11 @@ def parallelize(
         )
     styles = resolve(module, plan.styles)
     modules = dict(module.named_modules(remove_duplicate=False))
-    split = {path: style for path, style in styles.items() if style.kind != "sequence"}
+    split = {path: style for path, style in styles.items() if not style.is_mark}
     for path, style in split.items():
         _check_replaceable(path, modules[path])
         _check_heads(path, modules[path], style, axis)
-    _check_sequence_styles(styles, sequence_dim)
+    _check_marks(styles, sequence_dim)
     changes = [*resolve_surroundings(module, plan, axis), *withheld(module)]
     if check:
         _check_same({path: modules[path] for path in split}, axis)
@@ -113,7 +114,7 @@ def parallelize(
             return replaced[id(old)]
         parent, _, name = path.rpartition(".")
         setattr(modules[parent], name, replaced[id(old)])
-    marked = [path for path, style in styles.items() if style.kind == "sequence"]
+    marked = [path for path, style in styles.items() if style.is_mark]
     for path in marked:
         mark_partial(modules[path], axis)
     for change in changes:
@@ -175,19 +176,19 @@ def _check_heads(path: str, module: nn.Module, style: Style, axis: Axis) -> None
         )
 
 
-def _check_sequence_styles(styles: Mapping[str, Style], sequence_dim: int | None) -> None:
+def _check_marks(styles: Mapping[str, Style], sequence_dim: int | None) -> None:
     for outer, style in styles.items():
-        if style.kind != "sequence":
+        if not style.is_mark:
             continue
-        if sequence_dim is None:
+        if style.kind == "sequence" and sequence_dim is None:
             raise ValueError(
                 "style 'sequence' marks what sees a part of the sequence; pass sequence_dim, or leave it out"
             )
         for inner, other in styles.items():
-            if other.kind != "sequence" and (not outer or inner.startswith(f"{outer}.")):
+            if not other.is_mark and (not outer or inner.startswith(f"{outer}.")):
                 raise ValueError(
-                    f"module {outer!r} is to see a part of the sequence, but {inner!r} in it is to be split "
-                    f"({other}); name the norms themselves"
+                    f"module {outer!r} is to see a part of what there is ({style}), but {inner!r} in it is to be "
+                    f"split ({other}); name the norms themselves"
                 )
 
 

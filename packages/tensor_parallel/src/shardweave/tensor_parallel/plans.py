@@ -26,6 +26,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "row_heads": (nn.Linear,),
     "vocab": (nn.Embedding,),
     "sequence": (),
+    "partial": (),
 }
 """What each style may be applied to; nothing listed means any module. Where a Linear may be, a Conv1D may."""
 
@@ -94,7 +95,7 @@ class Style:
     """How one module is split, as written in a plan: ``column``, ``column:3``, ``row``, ..."""
 
     kind: str
-    """``column``, ``column_heads``, ``column_gather``, ``row``, ``row_heads``, ``vocab`` or ``sequence``."""
+    """``column``, ``column_heads``, ``column_gather``, ``row``, ``row_heads``, ``vocab``, ``sequence``, ``partial``."""
     blocks: int = 1
     """Equal blocks that a fused matrix consists of, each of which is split (``column:3`` for [q; k; v])."""
     unit: int = 1
@@ -109,6 +110,11 @@ class Style:
     def is_column(self) -> bool:
         """Whether output features of a linear layer are split."""
         return self.kind in ("column", "column_heads", "column_gather")
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether nothing is split: the module's gradients are marked as partial."""
+        return self.kind in ("sequence", "partial")
 
     @property
     def is_row(self) -> bool:
