@@ -69,9 +69,11 @@ class Transformer(nn.Module):
             ``tensor`` (arXiv 2205.05198, section 4.2.2). Has no effect on an axis of one rank.
         keep_inputs: with sequence parallelism, whether layers keep their gathered input for the backward pass and do
             not gather it again: 8 in place of 10 parts of what a block sends, for as much memory as the inputs take.
+            What comes to experts is kept in any case.
         context: the axis that each sequence is cut over; ``None``: sequences are whole. Tokens and targets are given
             whole to every rank of it, which takes its own (:func:`~shardweave.tensor_parallel.cut_context`). All
-            parameters' gradients are recorded as partial over it.
+            parameters' gradients are recorded as partial over it, but for experts that are spread: theirs are summed
+            over ``expert_data``, of which it is a part.
         context_form: how attention spans it, as in :class:`~shardweave.tensor_parallel.ParallelAttention`.
         expert: the axis that experts, if there are some, are spread over (``mesh.ep``); ``None``: this rank has all.
         expert_data: the ranks with the same experts (``mesh.expert_data``); needed with an ``expert`` of several.
