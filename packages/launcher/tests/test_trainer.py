@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from shardweave.comm import Mesh, all_gather
+from shardweave.launcher import assembly
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import IGNORED, Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process
 from shardweave.models import RouterStatistics
+from shardweave.zero import LossScale
 
 SETTINGS = [
     "precision=fp64",
@@ -128,6 +130,28 @@ def test_routers_report_what_they_do_in_one_process() -> None:
                 assert torch.equal(bias, reference.parts.module.get_buffer(name)), name
                 assert bias.abs().max() > 0
             mesh.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_experts_in_narrow_formats_train_and_their_losses_have_the_scale() -> None:
+    """The routers' losses weigh so much that a norm without them, or with them unscaled, is far off."""
+    heavy = (*EXPERTS, "model.balance_loss=30", "model.z_loss=10", "zero.stage=3", "optimizer.lr=1e-4")
+    expected = Trainer(_config(*heavy), Mesh.single(), dataset=_dataset())
+    want = [expected.train_step() for _ in range(2)]
+    plain = [value.replace("=30", "=0").replace("=10", "=0") for value in heavy]
+    without = Trainer(_config(*plain), Mesh.single(), dataset=_dataset()).train_step().grad_norm
+    assert want[0].grad_norm > 2 * without
+    for precision, tolerance in (("fp32", 1e-4), ("bf16", 0.1), ("fp16", 0.02)):
+        mesh = Mesh(dp=2, ep=2, tp=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(assembly, "LossScale", lambda: LossScale(initial=2.0**8))
+            trainer = Trainer(_config(*heavy, f"precision={precision}"), mesh, dataset=_dataset())
+        got = [trainer.train_step() for _ in range(2)]
+        mesh.close()
+        for mine, right in zip(got, want, strict=True):
+            assert not mine.skipped, precision
+            assert mine.loss == pytest.approx(right.loss, rel=tolerance), precision
+            assert mine.grad_norm == pytest.approx(right.grad_norm, rel=tolerance), precision
 
 
 def _same_routers(got: RouterStatistics | None, want: RouterStatistics | None) -> None:

@@ -36,7 +36,7 @@ from shardweave.launcher.verify.layout import capture_reference, verify_layout, 
 from shardweave.launcher.verify.places import KINDS
 from shardweave.launcher.verify.question import ask
 from shardweave.launcher.verify.report import Parting, Report
-from shardweave.models import Transformer
+from shardweave.models import StepRouters, Transformer
 from shardweave.pipeline.actions import Action
 from shardweave.pipeline.mailbox import Mailbox
 from shardweave.tensor_parallel import RowParallelLinear
@@ -105,6 +105,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
 """Layouts by their number of ranks, as overrides of the small run."""
 
 TWO_BY_TWO = ("parallel.tensor=2", "parallel.pipeline=2")
+SPREAD = ("parallel.expert=2", "parallel.tensor=2", "model.layers=2", *EXPERTS)
 REPLICATED = ("parallel.data=2", "parallel.pipeline=2", "zero.stage=2")
 
 
@@ -246,6 +247,16 @@ def other_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(assembly, "Transformer", build)
 
 
+def routers_of_one_replica(patch: pytest.MonkeyPatch) -> None:
+    """The routers' losses are means over this replica's sequences, not over everybody's."""
+
+    def routers(self: Trainer, loss_scale: float) -> StepRouters:
+        shape, mine = self.parts.shape, self.parts.plan.global_batch // self.mesh.dp.size
+        return StepRouters(shape, sequences=mine, tokens=mine * shape.sequence, scale=loss_scale)
+
+    patch.setattr(Trainer, "_routers", routers)
+
+
 MISTAKES: tuple[tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]], ...] = (
     (missing_reduction, TWO_BY_TWO),
     (counted_twice, TWO_BY_TWO),
@@ -253,6 +264,7 @@ MISTAKES: tuple[tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]], ..
     (bias_on_every_rank, TWO_BY_TWO),
     (swapped_messages, TWO_BY_TWO),
     (other_start, TWO_BY_TWO),
+    (routers_of_one_replica, SPREAD),
     (wrong_denominator, REPLICATED),
     (swapped_messages, REPLICATED),
 )
@@ -315,6 +327,12 @@ def test_a_parameter_counted_twice_in_the_norm(found: dict[tuple[str, bool], Rep
     report = found["counted_twice", False]
     assert _place(report) == (1, "norm", "", (0, 1, 2, 3))
     assert "if layers.1.mlp_norm.weight is counted twice" in report.headline()
+
+
+def test_routers_that_see_one_replica(found: dict[tuple[str, bool], Report]) -> None:
+    report = found["routers_of_one_replica", False]
+    assert _place(report) == (1, "gradient", "layers.1.mlp.router.weight", (0, 1))  # who has the shard
+    assert "(pp0 dp0 ep0 tp" in report.headline()
 
 
 def test_a_stale_tied_copy(found: dict[tuple[str, bool], Report]) -> None:

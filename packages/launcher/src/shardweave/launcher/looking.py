@@ -247,7 +247,7 @@ def _dtypes(manifest: Manifest, names: list[str]) -> str:
 
 def _layout(values: RunValues | None) -> str:
     sizes = values.layout if values else {}
-    axes = {"data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp"}
+    axes = {"data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep"}
     return str(Layout(**{name: sizes.get(axis, 1) for name, axis in axes.items()})) if sizes else ""
 
 
