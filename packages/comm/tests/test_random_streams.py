@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardweave.comm import Axis, Mesh, RandomStreams, all_gather
+from shardweave.comm import Axis, Mesh, RandomFork, RandomStreams, all_gather, named_seed
 
 
 def everywhere(drawn: Tensor, axis: Axis) -> list[list[bool]]:
@@ -101,3 +101,18 @@ def _draw_and_fail(streams: RandomStreams) -> None:
     with streams.use("split"):
         torch.rand(9)
         raise KeyError
+
+
+def test_a_seeded_fork_draws_from_its_seed_and_leaves_no_trace() -> None:
+    torch.manual_seed(3)
+    before = torch.rand(2)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(2), before)
+    fork = RandomFork.seeded(5, "stage", 1)
+    inside = torch.rand(4)
+    fork.end()
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(
+        inside, torch.rand(4, generator=torch.Generator().manual_seed(named_seed(5, "stage", 1)))
+    )

@@ -75,6 +75,28 @@ def test_pieces_run_in_order_and_in_part() -> None:
     assert final == [0.0]
 
 
+def test_after_a_failure_nothing_is_owed_any_more() -> None:
+    p, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    final, queue = listening(p), WeightGradients()
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    queue.put([p], fail)
+    queue.put([p, other], fail)
+    with pytest.raises(ArithmeticError):
+        queue.run()
+    assert len(queue) == 1
+    assert gradient_work(other).deferred
+    queue.drop()
+    assert len(queue) == 0
+    assert gradient_work(p).final
+    assert gradient_work(other).final
+    assert final == []
+    p.sum().backward()
+    assert final == [1.0]
+
+
 def test_a_removed_listener_is_silent_and_counts_have_to_match() -> None:
     p = nn.Parameter(torch.ones(1))
     seen: list[Tensor] = []
@@ -87,3 +109,5 @@ def test_a_removed_listener_is_silent_and_counts_have_to_match() -> None:
         gradient_work(p).release()
     with pytest.raises(RuntimeError, match="without defer"):
         gradient_work(p).complete(p)
+    with pytest.raises(RuntimeError, match="without defer"):
+        gradient_work(p).withdraw()

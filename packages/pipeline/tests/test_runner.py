@@ -363,10 +363,10 @@ def test_no_micro_batches_are_refused() -> None:
 def test_an_output_that_cannot_be_passed_on_is_refused() -> None:
     class Wrong(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return {"x": x}
+            return {"x": [x]}
 
     pipeline = Pipeline([Wrong()], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=1))
-    with pytest.raises(ValueError, match=r"output of stage 0 \(Wrong\) is a dict"):
+    with pytest.raises(ValueError, match=r"output of stage 0 \(Wrong\) is a dict of 'x': list"):
         pipeline.step([torch.ones(())])
 
 

@@ -66,7 +66,7 @@ class RandomStreams:
         """:meth:`use` in two halves, for a region that does not begin and end in one function."""
         self._check(name)
         number = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-        fork = RandomFork([(generator, generator.get_state()) for generator in _generators()])
+        fork = RandomFork.now()
         self._seed_all(number, name)
         return fork
 
@@ -86,6 +86,19 @@ class RandomFork:
     """The default generators' states from before a fork, to be put back."""
 
     states: Sequence[tuple[torch.Generator, Tensor]]
+
+    @classmethod
+    def now(cls) -> RandomFork:
+        """The states of this moment, with nothing drawn and nothing changed."""
+        return cls([(generator, generator.get_state()) for generator in _generators()])
+
+    @classmethod
+    def seeded(cls, *parts: int | str) -> RandomFork:
+        """The states of this moment; until :meth:`end` the generators give the numbers of ``named_seed(*parts)``."""
+        fork, seed = cls.now(), named_seed(*parts)
+        for generator, _ in fork.states:
+            generator.manual_seed(seed)
+        return fork
 
     def end(self) -> None:
         """Puts them back; a second call does nothing."""

@@ -7,7 +7,8 @@ says so through this module, and who reduces (``zero``) listens. Pipeline, layer
 without knowing of each other::
 
     pipeline    hold() before the first micro-batch, release() before the last one's backward
-    layer       defer() when it puts a weight gradient off, complete() when it has added it to .grad
+    layer       defer() when it puts a weight gradient off, complete() when it has added it to .grad,
+                withdraw() when the step failed and it never will
     autograd    arrived() after each accumulation into .grad
     zero        subscribe(listener)
 
@@ -16,6 +17,7 @@ without knowing of each other::
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +85,12 @@ class GradientWork:
         self._deferred -= 1
         self.arrived(parameter)
 
+    def withdraw(self) -> None:
+        """Takes one :meth:`defer` back: that summand is not going to be computed. Nobody is told."""
+        if not self._deferred:
+            raise RuntimeError("withdraw() without defer()")
+        self._deferred -= 1
+
     def arrived(self, parameter: Tensor) -> None:
         """Something was added to ``parameter.grad``: tells the listeners."""
         final = self.final
@@ -120,7 +128,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[tuple[Tensor, ...], Callable[[], None]]] = []
+        self._pieces: deque[tuple[tuple[Tensor, ...], Callable[[], None]]] = deque()
 
     def put(self, parameters: Sequence[Tensor], compute: Callable[[], None]) -> None:
         """``compute`` will add to the ``.grad`` of ``parameters``; it runs in :meth:`run`, in this order."""
@@ -129,14 +137,31 @@ class WeightGradients:
         self._pieces.append((tuple(parameters), compute))
 
     def run(self, pieces: int | None = None) -> None:
-        """Runs the oldest ``pieces`` (``None``: all that are there) and tells the parameters' listeners."""
-        count = len(self._pieces) if pieces is None else pieces
-        due, self._pieces = self._pieces[:count], self._pieces[count:]
-        for parameters, compute in due:
-            with torch.no_grad():  # as in autograd's own accumulation
-                compute()
+        """Runs the oldest ``pieces`` (``None``: all that are there) and tells the parameters' listeners.
+
+        When a piece raises, it is withdrawn and those behind it stay.
+        """
+        for _ in range(len(self._pieces) if pieces is None else min(pieces, len(self._pieces))):
+            parameters, compute = self._pieces.popleft()
+            try:
+                with torch.no_grad():  # as in autograd's own accumulation
+                    compute()
+            except BaseException:
+                _withdraw(parameters)
+                raise
             for parameter in parameters:
                 gradient_work(parameter).complete(parameter)
 
+    def drop(self) -> None:
+        """Forgets what is there: its step failed. Otherwise no gradient of these parameters would be final again."""
+        while self._pieces:
+            parameters, _ = self._pieces.popleft()
+            _withdraw(parameters)
+
     def __len__(self) -> int:
         return len(self._pieces)
+
+
+def _withdraw(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        gradient_work(parameter).withdraw()

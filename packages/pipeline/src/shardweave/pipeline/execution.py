@@ -8,20 +8,24 @@ step fails.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from shardweave.comm import GradientWork, WeightGradients, gradient_work
+from shardweave.comm import GradientWork, RandomFork, WeightGradients, gradient_work
 
 from .actions import Action
 from .feed import Feed
-from .lowering import Exchange, Program, Run, Settle
+from .lowering import Exchange, Program, Run, Settle, Step
 from .mailbox import Mailbox
-from .stage import Running, Stage, alias
-from .values import Value
+from .recompute import Recompute
+from .stage import Received, Running, Stage, enter
+from .values import Signature, Value
 
 __all__ = ["Execution", "Holds"]
 
@@ -63,12 +67,30 @@ class Holds:
             work.release()
 
 
-class Execution:
-    """The state of one step on one rank."""
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What one call of a stage gave."""
 
-    def __init__(self, stages: Mapping[int, Stage], mailbox: Mailbox, feed: Feed) -> None:
-        self._stages, self._mailbox, self._feed = stages, mailbox, feed
+    leaves: tuple[Tensor, ...]
+    output: Value
+    signature: Signature
+    loss: Tensor | None
+    """On the last stage, when a loss is wanted."""
+
+
+class Execution:
+    """The state of one step on one rank. ``recompute``: stages that keep no activations."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        mailbox: Mailbox,
+        feed: Feed,
+        recompute: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stages, self._mailbox, self._feed, self._recompute = stages, mailbox, feed, recompute
         self._running: dict[tuple[int, int], Running] = {}
+        self._recomputes: dict[tuple[int, int], Recompute] = {}
         self._deferred: dict[tuple[int, int], WeightGradients] = {}
         self.total: Tensor | None = None
         """The sum of the losses so far, detached, in float32 or wider; ``None`` without the last stage."""
@@ -77,64 +99,100 @@ class Execution:
 
     def run(self, program: Program, holds: Holds) -> None:
         """Carries the program out."""
-        for step in program:
-            if isinstance(step, Exchange):
-                self._mailbox.post(step.transfers)
-            elif isinstance(step, Settle):
-                self._mailbox.settle(step.actions)
-            elif step.action.kind == "F":
-                self._forward(step.action)
-            elif step.action.kind == "W":
-                self._deferred.pop((step.action.stage, step.action.micro_batch)).run()
-            else:
-                holds.backward_of(step.action.stage)
-                self._backward(step.action)
+        for _ in self.steps(program, holds):
+            pass
+
+    def steps(self, program: Program, holds: Holds) -> Iterator[Step]:
+        """:meth:`run` in pieces: gives each step before it is carried out, which the next ``next`` does.
+
+        With it one process can run the programs of many ranks in turn.
+        """
+        try:
+            for step in program:
+                yield step
+                if isinstance(step, Run):
+                    self._act(step.action, holds)
+                elif isinstance(step, Exchange):
+                    self._mailbox.post(step.transfers)
+                elif isinstance(step, Settle):
+                    self._mailbox.settle(step.actions)
+        finally:
+            for queue in self._deferred.values():
+                queue.drop()  # of a step that failed: nobody is going to run them
+
+    def _act(self, action: Action, holds: Holds) -> None:
+        if action.kind == "F":
+            self._forward(action)
+        elif action.kind == "W":
+            self._deferred[action.stage, action.micro_batch].run()
+            del self._deferred[action.stage, action.micro_batch]
+        else:
+            holds.backward_of(action.stage)
+            self._backward(action)
 
     def _forward(self, action: Action) -> None:
-        stage, micro_batch = self._stages[action.stage], action.micro_batch
-        leaves, inputs = self._inputs(action)
-        output, signature = stage.call(inputs, self._feed.keywords(micro_batch))
-        if stage.is_last:
-            kept = self._finish(stage, output, micro_batch)
+        stage, key = self._stages[action.stage], (action.stage, action.micro_batch)
+        received = self._received(action)
+        if action.stage in self._recompute and torch.is_grad_enabled():
+            again = Recompute(stage.module, received, f"stage {action.stage}")
+            with again.first():
+                made = self._call(action, received)
+            self._recomputes[key] = again
         else:
-            kept = (output,) if isinstance(output, Tensor) else output
+            made = self._call(action, received)
+            if torch.is_grad_enabled():
+                self._running[key] = self._kept(stage, made)
+        if not stage.is_last:
+            tensors = _tensors(made.output)
             # Detached: the next stage's graph begins with its own leaves, also when it is on this rank.
-            self._mailbox.put(action, tuple(tensor.detach() for tensor in kept), signature)
-        if torch.is_grad_enabled():
-            self._running[action.stage, micro_batch] = Running(leaves, kept)
+            self._mailbox.put(action, tuple(tensor.detach() for tensor in tensors), made.signature)
+        elif made.loss is not None:
+            value = made.loss.detach()
+            value = value.to(torch.promote_types(value.dtype, torch.float32)).reshape(())
+            self.total = value.clone() if self.total is None else self.total + value
+        elif self.outputs is not None:
+            self.outputs.append(made.output)
 
-    def _inputs(self, action: Action) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The leaves that this stage's backward fills, and what its module is called with."""
+    def _received(self, action: Action) -> Received:
         if action.stage == 0:
             # The caller's inputs are not ours: their gradients, if they have any, stay where they are.
-            return (), self._feed.input(action.micro_batch)
+            tensors, names = self._feed.input(action.micro_batch)
+            return Received(tensors, (), names)
         source = Action("F", action.stage - 1, action.micro_batch)
-        received = self._mailbox.take(source)
-        wanted = [spec.requires_grad for spec in self._mailbox.signature(source).tensors]
-        leaves = tuple(
-            tensor.detach().requires_grad_(wants) for tensor, wants in zip(received, wanted, strict=True)
-        )
-        inputs = tuple(
-            alias(leaf, tensor) if leaf.requires_grad else tensor
-            for leaf, tensor in zip(leaves, received, strict=True)
-        )
-        return leaves, inputs
+        tensors = self._mailbox.take(source)
+        signature = self._mailbox.signature(source)
+        return Received(tensors, tuple(spec.requires_grad for spec in signature.tensors), signature.names)
 
-    def _finish(self, stage: Stage, output: Value, micro_batch: int) -> tuple[Tensor, ...]:
-        """Takes the last stage's output; returns what its backward starts from."""
-        if self.outputs is not None:
-            self.outputs.append(output)
-            return ()
-        loss = stage.loss_of(output, self._feed.target(micro_batch))
-        value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)).reshape(())
-        self.total = value.clone() if self.total is None else self.total + value
-        return (loss * self._feed.scale,)
+    def _call(self, action: Action, received: Received) -> _Made:
+        """The stage's forward, and on the last stage the loss."""
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        leaves, inputs = enter(received)
+        with _numbers(self._feed.seed, action.stage, micro_batch):
+            output, signature = stage.call(inputs, received.names, self._feed.keywords(micro_batch))
+            loss = None
+            if stage.is_last and self.outputs is None:
+                loss = stage.loss_of(output, self._feed.target(micro_batch))
+        return _Made(leaves, output, signature, loss)
+
+    def _kept(self, stage: Stage, made: _Made) -> Running:
+        """What backward needs of a call."""
+        outputs = (made.loss,) if made.loss is not None else () if stage.is_last else _tensors(made.output)
+        edges = tuple(get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad)
+        seeds: tuple[Tensor, ...] = ()
+        if made.loss is not None and edges:
+            one = torch.ones_like(made.loss)
+            seeds = ((one * self._feed.scale).to(one.dtype).reshape(one.shape),)
+        return Running(made.leaves, edges, seeds)
 
     def _backward(self, action: Action) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.micro_batch)
-        running = self._running.pop(key)
+        if key in self._recomputes:
+            with self._recomputes.pop(key).again() as received:
+                running = self._kept(stage, self._call(action, received))
+        else:
+            running = self._running.pop(key)
         if stage.is_last:
-            gradients = tuple(torch.ones_like(loss) for loss in running.outputs if loss.requires_grad)
+            gradients = running.seeds
         else:
             gradients = self._mailbox.take_gradient(action.stage + 1, action.micro_batch)
         if action.kind == "I":
@@ -143,3 +201,22 @@ class Execution:
             results = stage.backward(running, gradients)
         if action.stage > 0:
             self._mailbox.put(action, results)
+
+
+def _tensors(value: Value) -> tuple[Tensor, ...]:
+    if isinstance(value, Tensor):
+        return (value,)
+    return tuple(value.values()) if isinstance(value, dict) else value
+
+
+@contextmanager
+def _numbers(seed: int | None, stage: int, micro_batch: int) -> Iterator[None]:
+    """Within it torch's random numbers are those of this seed, stage and micro-batch, in whatever order they run."""
+    if seed is None:
+        yield
+        return
+    fork = RandomFork.seeded(seed, "pipeline", stage, micro_batch)
+    try:
+        yield
+    finally:
+        fork.end()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .values import Value, tensors_of
+from .values import Value, names_of, tensors_of
 
 __all__ = ["Feed"]
 
@@ -26,6 +26,8 @@ class Feed:
     arguments: Sequence[Mapping[str, Any]] | None = None
     scale: Tensor | float = field(default=1.0)
     """The loss of each micro-batch is multiplied by it before the backward."""
+    seed: int | None = None
+    """What the modules' random numbers come from, with stage and micro-batch; ``None``: torch's default generator."""
 
     def check(self, micro_batches: int, *, first: bool, needs_targets: bool, takes_targets: bool) -> None:
         """Raises ValueError unless what this rank was given makes ``micro_batches`` micro-batches.
@@ -56,10 +58,10 @@ class Feed:
             for micro_batch, value in enumerate(self.inputs or ()):
                 tensors_of(value, f"input {micro_batch}")
 
-    def input(self, micro_batch: int) -> tuple[Tensor, ...]:
-        """What the first stage is called with."""
-        inputs = self.inputs or ()
-        return tensors_of(inputs[micro_batch], f"input {micro_batch}")
+    def input(self, micro_batch: int) -> tuple[tuple[Tensor, ...], tuple[str, ...] | None]:
+        """What the first stage is called with: tensors, and their names if they came as a dict."""
+        value = (self.inputs or ())[micro_batch]
+        return tensors_of(value, f"input {micro_batch}"), names_of(value)
 
     def target(self, micro_batch: int) -> Any:
         """What the loss compares with."""

@@ -13,7 +13,7 @@ requires one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from shardweave.comm import Axis, Message, Pending
 
 from .actions import Action
 from .lowering import Transfer
-from .values import HEADER_LENGTH, Signature, decode, encode
+from .values import HEADER_LENGTH, Headers, Signature
 
 __all__ = ["Mailbox", "Shapes"]
 
@@ -45,6 +45,8 @@ class Shapes:
     """By stage, what it passes forward."""
     settled: bool = False
     """Whether a whole step has run, so that both ends know the shapes."""
+    encoding: Headers = field(default_factory=Headers)
+    """Headers that were sent or read before."""
 
     @property
     def headers(self) -> bool:
@@ -65,10 +67,22 @@ class Shapes:
 
 
 class Mailbox:
-    """Takes values from the stages of this rank, and gives the stages what they need."""
+    """Takes values from the stages of this rank, and gives the stages what they need.
 
-    def __init__(self, axis: Axis, shapes: Shapes, device: torch.device, *, tagged: bool) -> None:
+    ``exchange`` posts messages and gives a handle for each, in order: ``comm.exchange`` between processes.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        shapes: Shapes,
+        device: torch.device,
+        *,
+        tagged: bool,
+        exchange: Callable[[Sequence[Message]], list[Pending[Tensor]]] = comm.exchange,
+    ) -> None:
         self._axis, self._shapes, self._device, self._tagged = axis, shapes, device, tagged
+        self._post = exchange
         self._outgoing: dict[Action, tuple[Tensor, ...]] = {}
         self._signatures: dict[Action, Signature] = {}  # of forward values, put or taken
         self._sending: dict[Action, list[Pending[Tensor]]] = {}
@@ -122,12 +136,25 @@ class Mailbox:
     def settle(self, actions: Sequence[Action]) -> None:
         """Waits until what these actions produced has been sent, and lets go of it."""
         for action in actions:
-            for pending in self._sending.pop(action):
+            for pending in self._sending.pop(action, ()):
                 pending.wait()
+
+    def _settle_done(self) -> None:
+        """Lets go of what is known to have been sent, the oldest first.
+
+        The program settles a send when something proves that it is over, which in GPipe is late. NCCL says so
+        itself; gloo does not.
+        """
+        while self._sending:
+            action = next(iter(self._sending))
+            if not all(pending.done() for pending in self._sending[action]):
+                return
+            self.settle([action])
 
     def _exchange(self, batch: Sequence[tuple[Transfer, list[Message]]]) -> None:
         """Posts the messages of several transfers together and files the handles."""
-        handles = iter(comm.exchange([message for _, messages in batch for message in messages]))
+        self._settle_done()
+        handles = iter(self._post([message for _, messages in batch for message in messages]))
         for transfer, messages in batch:
             mine = [next(handles) for _ in messages]
             if transfer.is_send:
@@ -142,8 +169,10 @@ class Mailbox:
         if transfer.is_send:
             headers = []
             if self._is_headed(action):
-                header = encode(self._signatures[action], f"the output of stage {action.stage}")
-                headers = [Message.send(header.to(self._device), self._axis, peer, self._tag(action, 0))]
+                header = self._shapes.encoding.encode(
+                    self._signatures[action], f"the output of stage {action.stage}", self._device
+                )
+                headers = [Message.send(header, self._axis, peer, self._tag(action, 0))]
             return headers + [
                 Message.send(tensor, self._axis, peer, self._tag(action, part))
                 for part, tensor in enumerate(self._outgoing.pop(action), start=1)
@@ -172,10 +201,10 @@ class Mailbox:
         if action not in self._headers:
             return
         header, peer = self._headers.pop(action)
-        signature = self._signatures[action] = decode(header.wait())
+        signature = self._signatures[action] = self._shapes.encoding.decode(header.wait())
         if not self._shapes.dynamic:
             self._shapes.agreed.setdefault(action.stage, signature)
-        self._arriving[action] = comm.exchange(self._receives(action, peer))
+        self._arriving[action] = self._post(self._receives(action, peer))
 
     def _is_headed(self, action: Action) -> bool:
         return action.kind == "F" and self._shapes.headers

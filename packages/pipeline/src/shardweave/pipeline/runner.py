@@ -10,14 +10,15 @@ A training loop stays the caller's. Where it said ``loss(model(x), y).backward()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardweave import comm
 from shardweave.comm import Axis, set_sharding, sharding_of
 
 from .agreement import agree, fingerprint
@@ -27,7 +28,7 @@ from .feed import Feed
 from .lowering import Program, lower
 from .mailbox import Mailbox, Shapes
 from .schedules import Schedule
-from .stage import Loss, Stage
+from .stage import Loss, Split, Stage
 from .values import Value
 
 __all__ = ["Pipeline"]
@@ -40,16 +41,23 @@ class Pipeline:
     and the same schedule, and calls the same methods in the same order. On an axis of one rank the same code
     runs without a message.
 
-    Stages are called as ``module(value, **keywords)``, or ``module(*values, **keywords)`` when the stage
-    before returned a tuple. They pass on a tensor or a tuple of tensors; integer and boolean tensors carry
-    no gradient. What a stage returned must not be changed in place by itself later: it may still be on its
-    way. What a stage received may be (``nn.ReLU(inplace=True)`` in front).
+    Stages are called as ``module(value, **keywords)``, as ``module(*values, **keywords)`` when the stage before
+    returned a tuple, and as ``module(**values, **keywords)`` when it returned a dict. They pass on a tensor, a
+    tuple or a dict of tensors; integer and boolean tensors carry no gradient. What a stage returned must not be
+    changed in place by itself later: it may still be on its way. What a stage received may be
+    (``nn.ReLU(inplace=True)`` in front). The memory of an output goes when it has been sent, unless the stage
+    itself saved it for its backward.
 
-    Gradients of all micro-batches add up in ``parameter.grad``, in ascending order. Through
-    ``comm.gradient_work`` a parameter's gradient counts as final with the last backward of its stage, so that
-    an optimizer can reduce it while other stages still work. The pipeline records in every parameter's
-    ``Sharding`` that other ranks of ``axis`` hold other parameters; parameters that several ranks share are
-    marked with :func:`tie`.
+    Where the schedule has a backward in two halves, ``I`` and ``W``, weight gradients are left to ``W`` in any
+    module: by the layer itself through ``comm.WeightGradients`` (as those of ``shardweave.tensor_parallel`` do),
+    else by torch's graph, if the parameter enters one matrix product, convolution or embedding and nothing else.
+    All others are computed in ``I``. See ``split``.
+
+    Gradients of all micro-batches add up in ``parameter.grad``, in the schedule's order. Through
+    ``comm.gradient_work`` a parameter's gradient counts as final with the last backward of its stage, or the last
+    ``W`` of those it was left to, so that an optimizer can reduce it while other stages still work. The pipeline
+    records in every parameter's ``Sharding`` that other ranks of ``axis`` hold other parameters; parameters that
+    several ranks share are marked with :func:`tie`.
     """
 
     def __init__(
@@ -61,6 +69,8 @@ class Pipeline:
         loss: Loss | None = None,
         dynamic_shapes: bool = True,
         device: torch.device | str | None = None,
+        recompute: bool | Collection[int] = False,
+        split: Split = "graph",
     ) -> None:
         """
         Args:
@@ -73,9 +83,15 @@ class Pipeline:
                 step, messages go without headers and can all be posted ahead, and ranks do not check with
                 each other before every step: faster, and stricter.
             device: where received tensors live; ``None``: where the first parameter is, else the CPU.
+            recompute: stages (all with ``True``) that keep their inputs instead of their activations, and run
+                forward once more in front of their backward, with the same random numbers of torch's generators. On the
+                last stage that includes the loss. A collection may name stages of other ranks.
+            split: what ``I`` leaves to ``W``: ``graph`` as above; ``layers``: what layers offer themselves only, for
+                modules with hooks that must run once; ``none``: nothing, ``I`` is the whole backward.
 
         Raises:
-            ValueError: modules or schedule do not fit the axis, or the schedule is invalid.
+            ValueError: modules or schedule do not fit the axis, the schedule is invalid, ``recompute`` names a
+                stage that is not there, or two parameters of this rank have one canonical name.
         """
         if schedule.num_ranks != axis.size:
             raise ValueError(
@@ -89,10 +105,14 @@ class Pipeline:
                 f"{len(modules)} modules for rank {axis.rank} of axis {axis.name!r}, which holds the stages "
                 f"{list(indices)}; pass one module per stage"
             )
+        if split not in get_args(Split):
+            raise ValueError(f"split is {split!r}; choose one of {', '.join(map(repr, get_args(Split)))}")
         schedule.validate()
+        self._recompute = _recomputed(recompute, schedule.num_stages)
+        _check_names(modules)
         self.axis, self.schedule = axis, schedule
         self.stages = {
-            index: Stage(module, index, schedule.num_stages, loss)
+            index: Stage(module, index, schedule.num_stages, loss, split)
             for index, module in zip(indices, modules, strict=True)
         }
         self._has_loss = loss is not None
@@ -112,27 +132,32 @@ class Pipeline:
         *,
         scale: Tensor | float = 1.0,
         arguments: Sequence[Mapping[str, Any]] | None = None,
+        seed: int | None = None,
     ) -> Tensor | None:
         """Forwards and backwards of one step; gradients are added to ``parameter.grad``.
 
         Args:
-            inputs: the micro-batches, each a tensor or a tuple of tensors; needed on the rank with stage 0,
-                not used on others, which may pass the same or nothing.
+            inputs: the micro-batches, each a tensor, a tuple or a dict of tensors; needed on the rank with stage
+                0, not used on others, which may pass the same or nothing.
             targets: one per micro-batch, handed to ``loss``; needed on the rank with the last stage.
             scale: each loss is multiplied by it before the backward: one over the number of tokens of the
                 whole batch, say. It does not change what is returned.
             arguments: per micro-batch, keyword arguments for the call of every stage of this rank.
+            seed: of this step. With it torch's default generators are seeded by ``(seed, stage, micro-batch)``
+                around every call of a stage, and continue behind it as if nothing had been drawn: what dropout takes is
+                the same in every schedule. Give another in each step. ``None``: modules draw from the generators as
+                they are, in the order of the schedule.
 
         Returns:
             The sum of all losses, detached, a 0-d tensor in float32 or wider, on the rank with the last
-            stage; ``None`` on the others.
+            stage; ``None`` on the others. :meth:`share` tells it to all.
 
         Raises:
             ValueError: autograd is off, or a number of inputs, targets or arguments other than that of
                 micro-batches, before the first message and, unless shapes are fixed already, on every rank;
                 or a value between stages that cannot be passed on.
         """
-        feed = Feed(inputs, targets, arguments, scale)
+        feed = Feed(inputs, targets, arguments, scale, seed)
         return self._execute("step", self._program, self._plan, feed, self.schedule.num_micro_batches).total
 
     def evaluate(
@@ -162,6 +187,16 @@ class Pipeline:
         As :meth:`evaluate`, without loss and targets.
         """
         return self._forward_only("predict", Feed(inputs, None, arguments), micro_batches).outputs
+
+    def share(self, total: Tensor | None) -> Tensor:
+        """What :meth:`step` or :meth:`evaluate` returned on the rank with the last stage, on every rank.
+
+        All ranks of the axis call it, with what they got. Returns a 0-d tensor in float64, which holds it exactly.
+        """
+        value = torch.zeros((), dtype=torch.float64, device=self._device)
+        if total is not None:
+            value.copy_(total)
+        return comm.broadcast(value, self.axis, self.schedule.rank_of_stage[-1])
 
     def _forward_only(self, mode: str, feed: Feed, micro_batches: int | None) -> Execution:
         count = self.schedule.num_micro_batches if micro_batches is None else micro_batches
@@ -193,7 +228,7 @@ class Pipeline:
         elif refusal is not None:
             raise refusal
         mailbox = Mailbox(self.axis, shapes, self._device, tagged=self._tagged)
-        execution = Execution(self.stages, mailbox, feed)
+        execution = Execution(self.stages, mailbox, feed, self._recompute)
         if mode == "predict" and self._is_last:
             execution.outputs = []
         with Holds(self.stages, program) as holds:
@@ -213,6 +248,33 @@ def _refusal(check: Callable[[], None]) -> ValueError | None:
     except ValueError as error:
         return error
     return None
+
+
+def _recomputed(recompute: bool | Collection[int], num_stages: int) -> frozenset[int]:
+    """The stages that are recomputed, of all ranks."""
+    if isinstance(recompute, bool):
+        return frozenset(range(num_stages)) if recompute else frozenset()
+    wrong = sorted(stage for stage in recompute if not 0 <= stage < num_stages)
+    if wrong:
+        raise ValueError(
+            f"recompute={sorted(recompute)} names stage {wrong[0]} of {num_stages}; name stages from 0 to "
+            f"{num_stages - 1}, or pass True for all"
+        )
+    return frozenset(recompute)
+
+
+def _check_names(modules: Sequence[nn.Module]) -> None:
+    """Raises ValueError when two of a rank's stages hold copies of what is to be one parameter."""
+    named: dict[str, Tensor] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            name = sharding_of(parameter).name
+            if name and named.setdefault(name, parameter) is not parameter:
+                raise ValueError(
+                    f"two parameters of this rank have the canonical name {name!r}; where two of its stages share a "
+                    "parameter (an embedding and a head tied in a V placement), give both modules the same "
+                    "nn.Parameter object: its gradients add up there"
+                )
 
 
 def _record_exclusive(parameter: Tensor, axis: Axis) -> None:

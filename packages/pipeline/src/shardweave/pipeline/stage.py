@@ -9,28 +9,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from shardweave.comm import WeightGradients, gradient_work
 
+from .split import backward_of_inputs
 from .values import Signature, Value, signature_of, tensors_of
 
-__all__ = ["Loss", "Running", "Stage", "alias"]
+__all__ = ["Loss", "Received", "Running", "Split", "Stage", "alias", "enter"]
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(output, target)``: the sum over the micro-batch, a tensor of one element."""
 
+Split: TypeAlias = Literal["graph", "layers", "none"]
+"""Which weight gradients ``I`` leaves to ``W``.
 
-@dataclass(frozen=True)
+- ``graph`` those of layers that put them into comm's queue and, by torch's graph, of products in any module.
+- ``layers`` those of layers with the queue only.
+- ``none`` none: ``I`` computes everything and ``W`` has nothing to do.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a stage is called with for one micro-batch."""
+
+    tensors: tuple[Tensor, ...]
+    wanted: tuple[bool, ...]
+    """Of which the stage before wants the gradient; empty for the caller's inputs, whose gradients stay there."""
+    names: tuple[str, ...] | None
+    """``None``: they are positional arguments."""
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
-    """What a micro-batch keeps alive on a stage between its forward and its backward."""
+    """What a micro-batch keeps alive on a stage between its forward and its backward.
+
+    The outputs themselves are not: backward starts from their place in the graph, and their memory goes when they
+    have been sent, unless the stage saved them.
+    """
 
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    """With their graph; on the last stage the loss alone, so that the output itself can go."""
+    """The leaves that backward fills."""
+    outputs: tuple[GradientEdge, ...]
+    """Of the outputs that require a gradient; on the last stage of the loss."""
+    seeds: tuple[Tensor, ...] = ()
+    """On the last stage, the loss' gradient: the scale."""
+
+
+def enter(received: Received) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The leaves that this stage's backward fills, and what its module is called with."""
+    if not received.wanted:
+        return (), received.tensors
+    leaves = tuple(
+        tensor.detach().requires_grad_(wants)
+        for tensor, wants in zip(received.tensors, received.wanted, strict=True)
+    )
+    inputs = tuple(
+        alias(leaf, tensor) if leaf.requires_grad else tensor
+        for leaf, tensor in zip(leaves, received.tensors, strict=True)
+    )
+    return leaves, inputs
 
 
 def alias(leaf: Tensor, received: Tensor) -> Tensor:
@@ -57,15 +100,33 @@ class _Alias(torch.autograd.Function):
 class Stage:
     """A module as the ``index``-th of ``count`` stages."""
 
-    def __init__(self, module: nn.Module, index: int, count: int, loss: Loss | None) -> None:
+    def __init__(
+        self, module: nn.Module, index: int, count: int, loss: Loss | None, split: Split = "graph"
+    ) -> None:
         self.module, self.index = module, index
         self.is_last = index == count - 1
-        self._loss = loss
+        self._loss, self._split = loss, split
         self.parameters = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._work = [gradient_work(parameter) for parameter in self.parameters]
 
-    def call(self, inputs: tuple[Tensor, ...], keywords: Mapping[str, Any]) -> tuple[Value, Signature]:
-        """The module's output and its signature."""
-        output = self.module(*inputs, **keywords)
+    def call(
+        self, inputs: tuple[Tensor, ...], names: tuple[str, ...] | None, keywords: Mapping[str, Any]
+    ) -> tuple[Value, Signature]:
+        """The module's output and its signature; ``names``: of the inputs, if they are keyword arguments.
+
+        Raises:
+            ValueError: the output cannot be passed on, or an input has a name that the caller gave, too.
+        """
+        if names is None:
+            output = self.module(*inputs, **keywords)
+        else:
+            twice = [name for name in names if name in keywords]
+            if twice:
+                raise ValueError(
+                    f"stage {self.index} is given {', '.join(map(repr, twice))} both by what comes before it and in "
+                    "arguments=; rename one of them"
+                )
+            output = self.module(**dict(zip(names, inputs, strict=True)), **keywords)
         tensors_of(output, f"the output of stage {self.index} ({type(self.module).__name__})")
         return output, signature_of(output)
 
@@ -88,28 +149,38 @@ class Stage:
         ``gradients``: of the outputs that require one, in order. An input that the outputs do not depend
         on has gradient zero.
         """
-        outputs = [output for output in running.outputs if output.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, list(gradients))
-        result = []
-        for leaf in running.inputs:
-            if leaf.requires_grad:
-                result.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-                leaf.grad = None
-        return tuple(result)
+        if running.outputs:
+            torch.autograd.backward(running.outputs, list(gradients))
+        return _taken(running.inputs)
 
     def input_backward(
         self, running: Running, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], WeightGradients]:
-        """:meth:`backward`, with the weight gradients of layers that can put them off left in a queue.
-
-        Other layers compute theirs at once.
-        """
+        """:meth:`backward`, with the weight gradients that can be put off left in a queue. See :data:`Split`."""
         queue = WeightGradients()
-        for parameter in self.parameters:
-            gradient_work(parameter).queue = queue
-        try:
+        if self._split == "none":
             return self.backward(running, gradients), queue
+        for work in self._work:
+            work.queue = queue
+        try:
+            if self._split == "layers":
+                return self.backward(running, gradients), queue
+            if running.outputs:
+                backward_of_inputs(running.outputs, gradients, self.parameters, queue)
+            return _taken(running.inputs), queue
+        except BaseException:
+            queue.drop()
+            raise
         finally:
-            for parameter in self.parameters:
-                gradient_work(parameter).queue = None
+            for work in self._work:
+                work.queue = None
+
+
+def _taken(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of those leaves that require one, taken out of them."""
+    result = []
+    for leaf in leaves:
+        if leaf.requires_grad:
+            result.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            leaf.grad = None
+    return tuple(result)
