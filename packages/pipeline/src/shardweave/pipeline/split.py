@@ -51,8 +51,18 @@ _PRODUCTS = {
 """Nodes with a half of their own for a weight, and something that each saved, by which to see hooks."""
 
 _VIEWS = frozenset(
-    "TBackward0 TransposeBackward0 PermuteBackward0 ViewBackward0 UnsafeViewBackward0 ReshapeAliasBackward0 "
-    "UnsqueezeBackward0 ExpandBackward0 AliasBackward0 ToCopyBackward0".split()
+    [
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "UnsqueezeBackward0",
+        "ExpandBackward0",
+        "AliasBackward0",
+        "ToCopyBackward0",
+    ]
 )
 """What may stand between a parameter and its product."""
 
