@@ -21,8 +21,8 @@ from shardweave.comm import GradientWork, RandomFork, WeightGradients, gradient_
 
 from .actions import Action
 from .feed import Feed
-from .lowering import Exchange, Program, Run, Settle, Step
 from .mailbox import Mailbox
+from .programs import Exchange, Program, Run, Settle, Step
 from .recompute import Recompute
 from .stage import Received, Running, Stage, enter
 from .values import Signature, Value

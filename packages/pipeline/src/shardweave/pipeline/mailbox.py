@@ -23,7 +23,7 @@ from shardweave import comm
 from shardweave.comm import Axis, Message, Pending
 
 from .actions import Action
-from .lowering import Transfer
+from .programs import Transfer
 from .values import HEADER_LENGTH, Headers, Signature
 
 __all__ = ["Mailbox", "Shapes"]

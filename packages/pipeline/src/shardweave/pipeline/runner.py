@@ -25,8 +25,9 @@ from .agreement import agree, fingerprint
 from .builders.forward_only import forward_only
 from .execution import Execution, Holds
 from .feed import Feed
-from .lowering import Program, lower
+from .lowering import lower
 from .mailbox import Mailbox, Shapes
+from .programs import Program
 from .schedules import Schedule
 from .stage import Loss, Split, Stage
 from .values import Value
