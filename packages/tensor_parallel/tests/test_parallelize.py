@@ -271,8 +271,9 @@ def test_what_would_be_lost_is_refused() -> None:
     with pytest.raises(ValueError, match="module 'head' has hooks"):
         parallelize(split, PLAN, axis)
     handle.remove()
-    with pytest.raises(ValueError, match="keeps what is gathered of a split sequence; pass sequence_dim"):
-        parallelize(split, PLAN, axis, keep_inputs=True)
+    for name in ("keep_inputs", "decomposed"):
+        with pytest.raises(ValueError, match=f"{name} is about what is gathered .*; pass sequence_dim"):
+            parallelize(split, PLAN, axis, **{name: True})
     with pytest.raises(ValueError, match="marks what sees a part of the sequence; pass sequence_dim"):
         parallelize(split, {"norm": "sequence"}, axis)
     with pytest.raises(

@@ -18,6 +18,8 @@ plans, public_plans     :class:`Plan`, :func:`plan_for`: what a plan says; plans
 gather                  :func:`gather`: the module as it was, with the weights that it has now
 replicas                :func:`mark_partial`, :func:`assert_replicas_equal`: parameters that are not split
 features                :class:`FeatureSplit`, :func:`split_features`, :func:`split_heads`: who holds what
+overlap                 :class:`Overlap`, :func:`overlap_for`, :class:`ProductSpeed`, :func:`measure_products`: whether
+                        a product pays to be computed in pieces while the others travel
 products                :func:`column_linear`, :func:`row_linear`: the products as functions of given weights
 layer                   :class:`ParallelLayer`: base of the layers, keeps sharding records alive
 ======================  =====================================================================================
@@ -50,6 +52,7 @@ from .gather import gather
 from .head_loss import vocab_parallel_head_loss
 from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .overlap import Overlap, ProductSpeed, measure_products, overlap_for
 from .parallelize import parallelize
 from .plans import Cut, Plan
 from .products import column_linear, row_linear
@@ -65,9 +68,11 @@ __all__ = [
     "FusedColumnLinear",
     "FusedLayers",
     "MixtureOfExperts",
+    "Overlap",
     "ParallelAttention",
     "ParallelLayer",
     "Plan",
+    "ProductSpeed",
     "Rotary",
     "Routed",
     "Routing",
@@ -92,6 +97,8 @@ __all__ = [
     "gather",
     "gather_context",
     "mark_partial",
+    "measure_products",
+    "overlap_for",
     "parallelize",
     "plan_for",
     "router_z_loss",

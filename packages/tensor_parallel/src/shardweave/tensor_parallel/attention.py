@@ -35,6 +35,7 @@ from .eager import eager
 from .features import FeatureSplit, split_heads
 from .fused import FusedLayers, fused_linear
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .overlap import Overlap
 from .replicas import mark_partial
 from .ring import ring_attention
 from .rotary import Rotary
@@ -74,6 +75,7 @@ class ParallelAttention(FusedLayers):
             for tokens (arXiv:2309.14509), for at most as many ranks as there are heads on one.
         sequence_dim: with sequence parallelism the sequence's dimension: 0, or 1 with ``batch_first``.
         keep_inputs: as in :class:`ColumnParallelLinear`, for queries, keys and values together.
+        decomposed: as in :class:`ColumnParallelLinear`, for these and for the output.
         batch_first: the layout. Sequence first is the better one under sequence parallelism: parts of the
             sequence are then pieces of memory and are gathered without a copy.
         device: as in ``nn.Linear``.
@@ -101,6 +103,7 @@ class ParallelAttention(FusedLayers):
         context_form: Literal["ring", "all-to-all"] = "ring",
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -145,6 +148,7 @@ class ParallelAttention(FusedLayers):
                 bias=bias,
                 sequence_dim=sequence_dim,
                 keep_inputs=keep_inputs,
+                decomposed=decomposed,
                 device=device,
                 dtype=dtype,
             )
@@ -153,7 +157,14 @@ class ParallelAttention(FusedLayers):
         self.key = column(keys)
         self.value = column(keys)
         self.output = RowParallelLinear(
-            query, hidden, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
+            query,
+            hidden,
+            axis,
+            bias=bias,
+            sequence_dim=sequence_dim,
+            decomposed=decomposed,
+            device=device,
+            dtype=dtype,
         )
         self.place()
         self.query_norm = qk_norm(self.head_dim) if qk_norm is not None else None

@@ -17,6 +17,7 @@ from .alike import Alike
 from .features import FeatureSplit
 from .layer import ParallelLayer
 from .linear import check_features, check_row_input
+from .overlap import Overlap, column_in_pieces, row_in_pieces
 from .products import column_linear, gathered_features, row_linear
 
 __all__ = ["ColumnParallelConv1D", "RowParallelConv1D", "features_of", "is_conv1d"]
@@ -55,12 +56,13 @@ class ColumnParallelConv1D(ParallelLayer):
         gather_output: bool = False,
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.split = in_features, split.features, split
         self.axis, self.gather_output, self.sequence_dim = axis, gather_output, sequence_dim
-        self.keep_inputs = keep_inputs
+        self.keep_inputs, self.decomposed = keep_inputs, decomposed
         self.alike = Alike()
         records = {
             "weight": split.sharding(axis, (in_features, split.features), 1),
@@ -80,6 +82,7 @@ class ColumnParallelConv1D(ParallelLayer):
             self.axis,
             sequence_dim=self.sequence_dim,
             keep_inputs=self.keep_inputs,
+            decomposed=column_in_pieces(self.decomposed, x, self.out_features * self.split.copies, self.axis),
         )
         if not self.gather_output:
             return y
@@ -108,11 +111,12 @@ class RowParallelConv1D(ParallelLayer):
         axis: Axis,
         *,
         sequence_dim: int | None = None,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.split = split.features, out_features, split
-        self.axis, self.sequence_dim = axis, sequence_dim
+        self.axis, self.sequence_dim, self.decomposed = axis, sequence_dim, decomposed
         partial = (axis,) if sequence_dim is not None and axis.size > 1 else ()
         records = {
             "weight": split.sharding(axis, (split.features, out_features), 0),
@@ -124,7 +128,14 @@ class RowParallelConv1D(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_r]`` to ``[..., out]``, or this rank's part of it along ``sequence_dim``."""
         check_row_input(x, self.split, self.axis)
-        return row_linear(x, self.weight.t(), self.bias, self.axis, sequence_dim=self.sequence_dim)
+        return row_linear(
+            x,
+            self.weight.t(),
+            self.bias,
+            self.axis,
+            sequence_dim=self.sequence_dim,
+            decomposed=row_in_pieces(self.decomposed, x, self.in_features, self.out_features, self.axis),
+        )
 
     def extra_repr(self) -> str:
         return (

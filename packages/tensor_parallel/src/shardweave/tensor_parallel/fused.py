@@ -20,6 +20,7 @@ from .adjacency import joined, place_adjacent
 from .features import FeatureSplit
 from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, check_features
+from .overlap import Overlap, column_in_pieces
 from .products import column_linear
 
 __all__ = ["FusedColumnLinear", "FusedLayers", "fused_linear"]
@@ -34,6 +35,7 @@ def fused_linear(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Ten
     first = layers[0]
     check_features(x, first.in_features, "these fused layers")
     first.alike.check_parts(x, first.axis, first.sequence_dim)
+    features = sum(layer.out_features * layer.split.copies for layer in layers)
     y = column_linear(
         x,
         [layer.weight for layer in layers],
@@ -41,6 +43,7 @@ def fused_linear(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Ten
         first.axis,
         sequence_dim=first.sequence_dim,
         keep_inputs=first.keep_inputs,
+        decomposed=column_in_pieces(first.decomposed, x, features, first.axis),
     )
     return torch.split(y, [layer.weight.shape[0] for layer in layers], dim=-1)
 
@@ -110,6 +113,7 @@ class FusedColumnLinear(FusedLayers):
         bias: whether every part has one.
         sequence_dim: as in :class:`ColumnParallelLinear`.
         keep_inputs: as there; the parts keep one input together.
+        decomposed: as there; of the one product.
         device: as in ``nn.Linear``.
         dtype: as in ``nn.Linear``.
     """
@@ -123,6 +127,7 @@ class FusedColumnLinear(FusedLayers):
         bias: bool = True,
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -138,6 +143,7 @@ class FusedColumnLinear(FusedLayers):
                 bias=bias,
                 sequence_dim=sequence_dim,
                 keep_inputs=keep_inputs,
+                decomposed=decomposed,
                 device=device,
                 dtype=dtype,
             )
@@ -161,7 +167,7 @@ def _check_alike(layers: Sequence[ColumnParallelLinear]) -> None:
             raise ValueError(
                 "a fused layer cannot gather its output; gather it outside, or use the layers one by one"
             )
-        for name in ("in_features", "axis", "sequence_dim", "keep_inputs"):
+        for name in ("in_features", "axis", "sequence_dim", "keep_inputs", "decomposed"):
             if getattr(layer, name) != getattr(first, name):
                 raise ValueError(
                     f"fused layers read one input, but {name} is {getattr(first, name)} in one "

@@ -20,6 +20,7 @@ from .alike import Alike
 from .asking import check_sequence_dim
 from .features import FeatureSplit, feature_split
 from .layer import ParallelLayer
+from .overlap import Overlap, column_in_pieces, row_in_pieces
 from .products import column_linear, gathered_features, row_linear
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -43,6 +44,8 @@ class ColumnParallelLinear(ParallelLayer):
             parts); forward gathers it, the output has the whole sequence, backward reduce-scatters.
         keep_inputs: with sequence parallelism, whether the gathered input is kept for the backward pass: one
             all-gather less there, for the memory of the whole input in place of a part's.
+        decomposed: with sequence parallelism, whether the product is computed piece by piece while the other pieces
+            travel; an :class:`Overlap` says it for each input, from its size. The same on every rank.
         device: as in ``nn.Linear``.
         dtype: as in ``nn.Linear``.
     """
@@ -60,6 +63,7 @@ class ColumnParallelLinear(ParallelLayer):
         gather_output: bool = False,
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,7 +74,7 @@ class ColumnParallelLinear(ParallelLayer):
             raise ValueError("gather_output with features that ranks share would return them several times")
         self.in_features, self.out_features, self.split = in_features, split.features, split
         self.axis, self.gather_output, self.sequence_dim = axis, gather_output, sequence_dim
-        self.keep_inputs = keep_inputs
+        self.keep_inputs, self.decomposed = keep_inputs, decomposed
         self.alike = Alike()
         records = {"weight": split.sharding(axis, (split.features, in_features), 0)}
         if bias:
@@ -108,6 +112,7 @@ class ColumnParallelLinear(ParallelLayer):
             self.axis,
             sequence_dim=self.sequence_dim,
             keep_inputs=self.keep_inputs,
+            decomposed=column_in_pieces(self.decomposed, x, self.out_features * self.split.copies, self.axis),
         )
         if not self.gather_output:
             return y
@@ -133,6 +138,7 @@ class RowParallelLinear(ParallelLayer):
         bias: whether there is one.
         sequence_dim: with sequence parallelism the output is this rank's part along this dimension, by
             reduce-scatter. The bias then sees this rank's tokens only: its gradient is partial over the axis.
+        decomposed: as in :class:`ColumnParallelLinear`.
         device: as in ``nn.Linear``.
         dtype: as in ``nn.Linear``.
     """
@@ -148,6 +154,7 @@ class RowParallelLinear(ParallelLayer):
         *,
         bias: bool = True,
         sequence_dim: int | None = None,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -159,7 +166,7 @@ class RowParallelLinear(ParallelLayer):
                 "input features that ranks share would be summed several times; split them instead"
             )
         self.in_features, self.out_features, self.split = split.features, out_features, split
-        self.axis, self.sequence_dim = axis, sequence_dim
+        self.axis, self.sequence_dim, self.decomposed = axis, sequence_dim, decomposed
         records = {"weight": split.sharding(axis, (out_features, split.features), 1)}
         if bias:
             partial = (axis,) if sequence_dim is not None and axis.size > 1 else ()
@@ -186,7 +193,14 @@ class RowParallelLinear(ParallelLayer):
                 does not divide over the axis.
         """
         check_row_input(x, self.split, self.axis)
-        return row_linear(x, self.weight, self.bias, self.axis, sequence_dim=self.sequence_dim)
+        return row_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.axis,
+            sequence_dim=self.sequence_dim,
+            decomposed=row_in_pieces(self.decomposed, x, self.in_features, self.out_features, self.axis),
+        )
 
     def extra_repr(self) -> str:
         return (

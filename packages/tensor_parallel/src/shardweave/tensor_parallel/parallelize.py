@@ -19,6 +19,7 @@ from .asking import check_axes, check_sequence_dim
 from .conv1d import features_of
 from .features import split_heads
 from .origins import TreeOrigin, keep_trees, tree_origins
+from .overlap import Overlap
 from .plans import Plan, Style, resolve
 from .public_plans import plan_for
 from .replicas import mark_partial
@@ -35,6 +36,7 @@ def parallelize(
     *,
     sequence_dim: int | None = None,
     keep_inputs: bool = False,
+    decomposed: bool | Overlap = False,
     check: bool = True,
 ) -> nn.Module:
     """Splits layers of ``module`` over ``axis``, in place, and returns it; :func:`gather` puts it together again.
@@ -67,13 +69,15 @@ def parallelize(
     Parameters stay the same objects with smaller data (except under ``column:N``): ties and ``requires_grad`` keep
     working; an optimizer is built afterwards. Code between the layers has to take sizes from its tensors, since there
     are fewer features (heads) on a rank, or the :class:`Plan` has to say what it reads instead. ``sequence_dim`` is
-    given to all replaced layers, ``keep_inputs`` to the column-parallel ones. ``check`` compares the weights' checksums
-    over the ranks first, since slices of different matrices would train without an error.
+    given to all replaced layers, ``keep_inputs`` to the column-parallel ones, ``decomposed`` to the linear ones.
+    ``check`` compares the weights' checksums over the ranks first, since slices of different matrices would train
+    without an error.
 
     Raises:
         ValueError: for a pattern without a match, a wrong kind of layer, a style that does not exist, heads that
             cannot be shared by the ranks, contradicting ties, hooks or gradients that would be lost, ``keep_inputs``
-            without ``sequence_dim``, or ranks that hold different weights. The module is then unchanged.
+            or ``decomposed`` without ``sequence_dim``, or ranks that hold different weights. The module is then
+            unchanged.
     """
     check_axes(axis=axis)
     check_sequence_dim(sequence_dim)
@@ -81,9 +85,10 @@ def parallelize(
         raise TypeError(
             f"module is a {type(module).__name__}: give the torch.nn.Module whose layers are to be split"
         )
-    if keep_inputs and sequence_dim is None:
+    if sequence_dim is None and (keep_inputs or decomposed):
+        name = "keep_inputs" if keep_inputs else "decomposed"
         raise ValueError(
-            "keep_inputs=True keeps what is gathered of a split sequence; pass sequence_dim, or leave it out"
+            f"{name} is about what is gathered of a split sequence; pass sequence_dim, or leave it out"
         )
     if isinstance(plan, str):
         plan = _plan_by_name(plan, module, axis, sequence_dim)
@@ -105,7 +110,7 @@ def parallelize(
         _check_same({path: modules[path] for path in split}, axis)
     replaced: dict[int, nn.Module] = {}
     done: set[int] = set()
-    options = LayerOptions(sequence_dim, keep_inputs)
+    options = LayerOptions(sequence_dim, keep_inputs, decomposed)
     for path, style in split.items():
         old = modules[path]
         if id(old) not in replaced:

@@ -16,6 +16,11 @@ hidden behind the input gradient's product: that is what saves the memory. ``kee
 gathers once: 8 in place of 10 times ``(n - 1) / n`` of an activation per transformer layer, for as much memory.
 A deferred weight gradient (see ``weights.py``) holds until its turn what backward would have used: the shard,
 which it gathers then, or the input that was to be kept.
+
+Three of these collectives have nothing to hide behind: the gather before a product, forward of a column and
+backward of a row, and the reduce-scatter behind a row's. ``decomposed`` cuts these products into pieces
+(``decomposed.py``). The two of a column's backward pass each hide behind a product already; where no weight gradient
+is computed at once, its reduce-scatter is taken apart, too.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from shardweave.comm import Axis
 
 from .adjacency import joined
 from .asking import check_axes, check_dtypes, check_sequence_dim
+from .decomposed import Multiply, gathered_product, scattered_product
 from .eager import eager
 from .features import part_sizes
 from .weights import ReadAgain, now_or_later, queue_of
@@ -50,6 +56,7 @@ def column_linear(
     *,
     sequence_dim: int | None = None,
     keep_inputs: bool = False,
+    decomposed: bool = False,
 ) -> Tensor:
     """One product of ``x`` with the stacked ``weights``, whose rows are split over ``axis``.
 
@@ -63,8 +70,11 @@ def column_linear(
 
     ``keep_inputs``: with sequence parallelism, whether the gathered input is kept for the backward pass. That costs
     its memory, and saves gathering it there again. An input that no weight's gradient needs is never kept.
+
+    ``decomposed``: with sequence parallelism, whether the product is computed piece by piece while the other pieces
+    travel. All ranks have to give the same.
     """
-    call = new_call(x, axis, sequence_dim, len(weights), keep_inputs=keep_inputs)
+    call = new_call(x, axis, sequence_dim, len(weights), keep_inputs=keep_inputs, decomposed=decomposed)
     check_dtypes(x, weights, call.dtype)
     given = [bias for bias in biases if bias is not None]
     if given and len(given) != len(weights):
@@ -82,18 +92,25 @@ def gathered_features(y: Tensor, features: int, axis: Axis) -> Tensor:
 
 @eager
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, *, sequence_dim: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    *,
+    sequence_dim: int | None = None,
+    decomposed: bool = False,
 ) -> Tensor:
     """The product of ``x`` with a ``weight`` whose columns are split over ``axis``, summed over the ranks.
 
     Every rank of ``axis`` calls it. ``x``: ``[..., in_r]``, this rank's features of the whole sequence.
     ``weight``: ``[out, in_r]``. ``bias``: ``[out]``, whole on every rank and added once, after the sum.
-    Returns ``[..., out]``: the same on every rank, or this rank's part along ``sequence_dim``.
+    Returns ``[..., out]``: the same on every rank, or this rank's part along ``sequence_dim``. ``decomposed``: as in
+    :func:`column_linear`.
 
     Raises:
         ValueError: when the length of ``sequence_dim`` does not divide over the axis.
     """
-    call = new_call(x, axis, sequence_dim, 1)
+    call = new_call(x, axis, sequence_dim, 1, decomposed=decomposed)
     check_dtypes(x, (weight,), call.dtype)
     if sequence_dim is not None:
         check_sequence(x.shape[sequence_dim], axis)
@@ -121,6 +138,8 @@ class Call:
     """The dtype that autocast asks for, ``None`` outside autocast."""
     keep_inputs: bool
     """Whether the gathered input is kept."""
+    pieces_dim: int | None
+    """The dimension along which products are cut that are computed piece by piece: ``sequence_dim``, or ``None``."""
 
     def cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.dtype is None else tensor.to(self.dtype)
@@ -138,18 +157,20 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: Call, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[: call.num_weights], parameters[call.num_weights :]
         own = call.cast(x)
-        full = call.gathered(own)
         ctx.call, ctx.dtype, ctx.weights = call, x.dtype, ReadAgain(weights)
         wanted = any(ctx.needs_input_grad[2 : 2 + call.num_weights])
-        ctx.save_for_backward((full if call.keep_inputs else own) if wanted else None)
-        together = joined(weights)
-        if together is not None:
-            y = F.linear(as_rows(full), call.cast(together), _stacked(biases, call))
+        full: Tensor | None
+        if call.pieces_dim is not None:
+            features = sum(weight.shape[0] for weight in weights)
+            multiply = _writes_outputs(weights, biases, call)
+            keep = wanted and call.keep_inputs
+            y, full = gathered_product(own, multiply, features, call.axis, call.pieces_dim, keep=keep)
         else:
-            y = torch.cat([F.linear(as_rows(full), call.cast(weight)) for weight in weights], dim=-1)
-            bias = _stacked(biases, call)
-            y = y if bias is None else y.add_(bias)
-        return y.view(*full.shape[:-1], y.shape[-1])
+            full = call.gathered(own)
+            y = _outputs(as_rows(full), weights, biases, call)
+            y = y.view(*full.shape[:-1], y.shape[-1])
+        ctx.save_for_backward((full if call.keep_inputs else own) if wanted else None)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -159,16 +180,19 @@ class _ColumnProduct(torch.autograd.Function):
         wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         wants_weights, wants_biases = wants[: call.num_weights], wants[call.num_weights :]
         dy_rows = as_rows(dy)
-        gathering = reducing = None
+        gathering = reducing = dx = None
         at_once = any(wants_weights) and queue_of(weights, wants_weights) is None
         if at_once and call.sequence_dim is not None and not call.keep_inputs:
             gathering = comm.start_all_gather(kept, call.axis, call.sequence_dim)
-        if wants_x:
-            dx = _input_gradient(dy_rows, weights, call).view(*dy.shape[:-1], weights[0].shape[1])
+        if wants_x and call.pieces_dim is not None and not at_once:
+            multiply, features = _writes_inputs(weights, call), weights[0].shape[1]
+            dx = scattered_product(dy, multiply, features, call.axis, call.pieces_dim)
+        elif wants_x:
+            whole = _input_gradient(dy_rows, weights, call).view(*dy.shape[:-1], weights[0].shape[1])
             if call.sequence_dim is None:
-                reducing = comm.start_all_reduce(dx, call.axis)
+                reducing = comm.start_all_reduce(whole, call.axis)
             else:
-                reducing = comm.start_reduce_scatter(dx, call.axis, call.sequence_dim)
+                reducing = comm.start_reduce_scatter(whole, call.axis, call.sequence_dim)
 
         def d_weights() -> list[Tensor | None]:
             # Deferred, the shard is gathered when the queue runs: gathered, it would be kept until then.
@@ -177,7 +201,8 @@ class _ColumnProduct(torch.autograd.Function):
 
         now = now_or_later(weights, wants_weights, d_weights)
         d_biases = _bias_gradients(dy_rows, weights, wants_biases)
-        return (None if reducing is None else reducing.wait().to(ctx.dtype), None, *now, *d_biases)
+        dx = dx if reducing is None else reducing.wait()
+        return (None if dx is None else dx.to(ctx.dtype), None, *now, *d_biases)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -188,11 +213,15 @@ class _RowProduct(torch.autograd.Function):
         own = call.cast(x)
         ctx.weights = ReadAgain((weight,))
         ctx.save_for_backward(own if ctx.needs_input_grad[2] else None)
-        y = F.linear(as_rows(own), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
-        if call.sequence_dim is None:
-            y = comm.all_reduce(y, call.axis)
+        if call.pieces_dim is not None:
+            multiply = _writes_outputs((weight,), (), call)
+            y = scattered_product(own, multiply, weight.shape[0], call.axis, call.pieces_dim)
         else:
-            y = comm.reduce_scatter(y, call.axis, call.sequence_dim)
+            y = F.linear(as_rows(own), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
+            if call.sequence_dim is None:
+                y = comm.all_reduce(y, call.axis)
+            else:
+                y = comm.reduce_scatter(y, call.axis, call.sequence_dim)
         return y if bias is None else y.add_(bias)  # once: every rank holds the whole sum here
 
     @staticmethod
@@ -201,23 +230,50 @@ class _RowProduct(torch.autograd.Function):
         call: Call = ctx.call
         (x,), weights = ctx.saved_tensors, ctx.weights.read()
         wants_x, _, wants_weight, wants_bias = ctx.needs_input_grad
-        gathering = None
-        if call.sequence_dim is not None and (wants_x or wants_weight):
+        gathering = dx = None
+        in_pieces = wants_x and call.pieces_dim is not None
+        if call.sequence_dim is not None and (wants_x or wants_weight) and not in_pieces:
             gathering = comm.start_all_gather(dy, call.axis, call.sequence_dim)
         # Under sequence parallelism this is the sum over this rank's tokens: a partial gradient.
         d_bias = as_rows(dy).sum(0).to(ctx.bias_dtype) if wants_bias else None
-        dy = dy if gathering is None else gathering.wait()
-        dy_rows = as_rows(dy)
-        dx = None
-        if wants_x:
-            dx = _input_gradient(dy_rows, weights, call)
-            dx = dx.view(*dy.shape[:-1], dx.shape[-1]).to(ctx.dtype)
+        full: Tensor | None = dy if gathering is None else gathering.wait()
+        if in_pieces and call.pieces_dim is not None:
+            multiply, features = _writes_inputs(weights, call), weights[0].shape[1]
+            dx, full = gathered_product(dy, multiply, features, call.axis, call.pieces_dim, keep=wants_weight)
+        elif wants_x and full is not None:
+            dx = _input_gradient(as_rows(full), weights, call)
+            dx = dx.view(*full.shape[:-1], dx.shape[-1])
 
         def d_weights() -> list[Tensor | None]:
-            return _weight_gradients(dy_rows, as_rows(x), weights, (True,))
+            assert full is not None
+            return _weight_gradients(as_rows(full), as_rows(x), weights, (True,))
 
         (now,) = now_or_later(weights, (wants_weight,), d_weights)
-        return dx, None, now, d_bias
+        return None if dx is None else dx.to(ctx.dtype), None, now, d_bias
+
+
+def _outputs(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call) -> Tensor:
+    """The outputs of all weights, side by side."""
+    together, bias = joined(weights), _stacked(biases, call)
+    if together is not None:
+        return F.linear(rows, call.cast(together), bias)
+    y = torch.cat([F.linear(rows, call.cast(weight)) for weight in weights], dim=-1)
+    return y if bias is None else y.add_(bias)
+
+
+def _writes_outputs(weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call) -> Multiply:
+    """Computes :func:`_outputs` for some rows after the other; weights are cast once."""
+    together, bias = joined(weights), _stacked(biases, call)
+    cast = [call.cast(weight) for weight in (weights if together is None else [together])]
+
+    def multiply(rows: Tensor, out: Tensor) -> None:
+        parts = torch.split(out, [weight.shape[0] for weight in cast], dim=1)
+        for weight, part in zip(cast, parts, strict=True):
+            torch.mm(rows, weight.t(), out=part)
+        if bias is not None:
+            out.add_(bias)
+
+    return multiply
 
 
 def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: Call) -> Tensor:
@@ -229,6 +285,21 @@ def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: Call) -> T
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         dx.addmm_(part, call.cast(weight))
     return dx
+
+
+def _writes_inputs(weights: Sequence[Tensor], call: Call) -> Multiply:
+    """Computes :func:`_input_gradient` for some rows after the other; weights are cast once."""
+    together = joined(weights)
+    cast = [call.cast(weight) for weight in (weights if together is None else [together])]
+
+    def multiply(rows: Tensor, out: Tensor) -> None:
+        for number, (weight, part) in enumerate(zip(cast, _cut(rows, cast, 1), strict=True)):
+            if number == 0:
+                torch.mm(part, weight, out=out)
+            else:
+                out.addmm_(part, weight)
+
+    return multiply
 
 
 def _weight_gradients(
@@ -272,7 +343,13 @@ def _stacked(biases: Sequence[Tensor], call: Call) -> Tensor | None:
 
 
 def new_call(
-    x: Tensor, axis: Axis, sequence_dim: int | None, num_weights: int, *, keep_inputs: bool = False
+    x: Tensor,
+    axis: Axis,
+    sequence_dim: int | None,
+    num_weights: int,
+    *,
+    keep_inputs: bool = False,
+    decomposed: bool = False,
 ) -> Call:
     """Refuses a sequence dimension that ``x`` does not have, and what is no axis."""
     check_axes(axis=axis)
@@ -282,7 +359,9 @@ def new_call(
             f"sequence_dim {sequence_dim} of an input of shape {tuple(x.shape)}: "
             f"it must be a leading dimension, 0 to {x.dim() - 2}"
         )
-    return Call(axis, sequence_dim if axis.size > 1 else None, num_weights, autocast_dtype(x), keep_inputs)
+    split_dim = sequence_dim if axis.size > 1 else None
+    pieces_dim = split_dim if decomposed else None
+    return Call(axis, split_dim, num_weights, autocast_dtype(x), keep_inputs, pieces_dim)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

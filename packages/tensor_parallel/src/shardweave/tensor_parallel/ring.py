@@ -18,11 +18,6 @@ merged by the log-sum-exp. With a causal mask half of the work is never done, th
     and go round too, one step behind: what is received already holds what the ranks before added, this rank adds its
     own part and passes it on. After as many hops as there are ranks, one more than the keys need, the sum is at home.
     It travels in float32 or wider, since each hop adds to it.
-
-[Note: Nothing is overwritten under way]
-    A buffer that is being sent is still read by this rank's own step, and must not change before the other side has it.
-    What is received goes into another buffer, and :meth:`_Relay.receive` waits for both directions before the old one
-    is let go.
 """
 
 from __future__ import annotations
@@ -34,10 +29,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardweave.comm import Axis, Message, Pending, exchange
+from shardweave.comm import Axis
 
 from .context import check_context, context_ranges
 from .core import Scoring
+from .relay import Relay
 from .softmax_lse import Bias, attend, attend_backward, merge
 
 __all__ = ["Step", "ring_attention", "ring_steps"]
@@ -123,36 +119,11 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-class _Relay:
-    """Passes a tensor on to the next rank while it is in use, and takes the one before it of the previous rank."""
-
-    def __init__(self, axis: Axis, tag: int) -> None:
-        self._axis, self._tag = axis, tag
-        self._under_way: list[Pending[Tensor]] = []
-
-    def pass_on(self, tensor: Tensor) -> None:
-        """Starts to send ``tensor``, which must not change any more, and to receive one like it."""
-        axis, tag = self._axis, self._tag
-        self._under_way = exchange(
-            [
-                Message.send(tensor, axis, (axis.rank + 1) % axis.size, tag),
-                Message.receive(torch.empty_like(tensor), axis, (axis.rank - 1) % axis.size, tag),
-            ]
-        )
-
-    def receive(self) -> Tensor:
-        """What the previous rank passed on. See [Note: Nothing is overwritten under way]."""
-        sent, received = self._under_way
-        self._under_way = []
-        sent.wait()
-        return received.wait()
-
-
 def _meet_all(
     q: Tensor, held: Tensor, scoring: Scoring, axis: Axis, steps: list[Step]
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all steps, in float32 or wider; ``held``: own keys and values ``[2, b, m, s, d]``."""
-    relay = _Relay(axis, _KEYS)
+    relay = Relay(axis, _KEYS)
     for number, step in enumerate(steps):
         if step is not steps[-1]:
             relay.pass_on(held)
@@ -179,7 +150,7 @@ def _meet_all_backward(
     steps: list[Step],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q`` and of the own keys and values, in float32 or wider. See [Note: Two rings in backward]."""
-    keys, gradients = _Relay(axis, _KEYS), _Relay(axis, _GRADIENTS)
+    keys, gradients = Relay(axis, _KEYS), Relay(axis, _GRADIENTS)
     dq = torch.zeros_like(q, dtype=lse.dtype)
     for number, step in enumerate(steps):
         if step is not steps[-1]:

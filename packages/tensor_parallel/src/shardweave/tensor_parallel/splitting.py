@@ -18,6 +18,7 @@ from .fused import FusedLayers
 from .layer import LOAD_WHOLE
 from .linear import ColumnParallelLinear, RowParallelLinear, check_features
 from .origins import LayerOrigin, keep_layer
+from .overlap import Overlap, column_in_pieces
 from .plans import Style
 from .products import column_linear
 from .resizing import replace_values
@@ -41,6 +42,7 @@ class BlockColumnLinear(FusedLayers):
         bias: bool,
         sequence_dim: int | None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
     ) -> None:
         super().__init__()
         for index, features in enumerate(blocks):
@@ -51,6 +53,7 @@ class BlockColumnLinear(FusedLayers):
                 bias=bias,
                 sequence_dim=sequence_dim,
                 keep_inputs=keep_inputs,
+                decomposed=decomposed,
                 device="meta",
             )
             self.add_module(str(index), part)
@@ -74,8 +77,15 @@ class BlockColumnLinear(FusedLayers):
         check_features(x, first.in_features, "this column-parallel layer")
         first.alike.check_parts(x, first.axis, first.sequence_dim)
         weights, biases = [part.weight for part in parts], [part.bias for part in parts]
+        features = sum(part.out_features for part in parts)
         return column_linear(
-            x, weights, biases, first.axis, sequence_dim=first.sequence_dim, keep_inputs=first.keep_inputs
+            x,
+            weights,
+            biases,
+            first.axis,
+            sequence_dim=first.sequence_dim,
+            keep_inputs=first.keep_inputs,
+            decomposed=column_in_pieces(first.decomposed, x, features, first.axis),
         )
 
 
@@ -85,6 +95,7 @@ class LayerOptions:
 
     sequence_dim: int | None = None
     keep_inputs: bool = False
+    decomposed: bool | Overlap = False
 
 
 def split_layer(old: nn.Module, style: Style, axis: Axis, options: LayerOptions, done: set[int]) -> nn.Module:
@@ -121,9 +132,17 @@ def _empty_layer(old: nn.Module, style: Style, axis: Axis, options: LayerOptions
     if style.is_row:
         split = _split_features(inputs, style, axis)
         if is_conv1d(old):
-            return RowParallelConv1D(split, outputs, axis, sequence_dim=sequence_dim, device="meta")
+            return RowParallelConv1D(
+                split, outputs, axis, sequence_dim=sequence_dim, decomposed=options.decomposed, device="meta"
+            )
         return RowParallelLinear(
-            split, outputs, axis, bias=old.bias is not None, sequence_dim=sequence_dim, device="meta"
+            split,
+            outputs,
+            axis,
+            bias=old.bias is not None,
+            sequence_dim=sequence_dim,
+            decomposed=options.decomposed,
+            device="meta",
         )
     split, gather_output = _split_features(outputs, style, axis), style.kind == "column_gather"
     if is_conv1d(old):
@@ -134,6 +153,7 @@ def _empty_layer(old: nn.Module, style: Style, axis: Axis, options: LayerOptions
             gather_output=gather_output,
             sequence_dim=sequence_dim,
             keep_inputs=options.keep_inputs,
+            decomposed=options.decomposed,
             device="meta",
         )
     return ColumnParallelLinear(
@@ -144,6 +164,7 @@ def _empty_layer(old: nn.Module, style: Style, axis: Axis, options: LayerOptions
         gather_output=gather_output,
         sequence_dim=sequence_dim,
         keep_inputs=options.keep_inputs,
+        decomposed=options.decomposed,
         device="meta",
     )
 
@@ -164,6 +185,7 @@ def _split_blocks(old: nn.Module, blocks: int, axis: Axis, options: LayerOptions
         bias=old.bias is not None,
         sequence_dim=options.sequence_dim,
         keep_inputs=options.keep_inputs,
+        decomposed=options.decomposed,
     )
     own = split_features(size, axis).index
     for index, part in enumerate(new.fused()):
