@@ -2,8 +2,9 @@
 
 | name | what it is |
 |---|---|
-| `schedule`, `BUILDERS` | a schedule by name: `gpipe`, `1f1b` |
-| `Schedule`, `Action` | what each rank does in order; validate, simulate, draw |
+| `schedule`, `BUILDERS` | a schedule by name: `gpipe`, `1f1b`, loops, zero-bubble schedules, V shapes |
+| `forward_only`, `keep` | the forwards of a schedule; its first micro-batches |
+| `Schedule`, `Action` | what each rank does in order; validate, simulate, draw, write, read |
 | `Costs`, `Timeline` | what a simulation takes and gives: bubble, peak of live activations |
 | `ScheduleError` | why a schedule cannot run |
 | `lower` | from a schedule to programs with sends and receives |
@@ -17,6 +18,8 @@ from __future__ import annotations
 from ._version import __version__
 from .actions import Action
 from .builders import BUILDERS, schedule
+from .builders.forward_only import forward_only
+from .builders.keep import keep
 from .dependencies import ScheduleError
 from .lowering import lower
 from .partitioning import partition, ranges_by_rank
@@ -35,6 +38,8 @@ __all__ = [
     "Timeline",
     "Timing",
     "__version__",
+    "forward_only",
+    "keep",
     "lower",
     "partition",
     "ranges_by_rank",

@@ -25,7 +25,8 @@ def validate(schedule: Schedule) -> None:
     """Checks that a schedule is well-formed, complete, in order and free of deadlock.
 
     - Every stage lies on one rank, and every action on the rank that holds its stage.
-    - Every stage sees every micro-batch in exactly one ``F`` and one ``B`` (or ``I`` and ``W``).
+    - Every stage sees every micro-batch in exactly one ``F`` and one ``B`` (or ``I`` and ``W``); without
+      ``training`` in exactly one ``F`` and nothing else.
     - The ranks, each going through its list, never wait for each other for ever.
     - The messages that :func:`lower` derives get through when each blocks and only order pairs them.
 
@@ -49,6 +50,8 @@ def _check_places(schedule: Schedule) -> None:
         for index, action in enumerate(actions):
             if action.stage >= schedule.num_stages or ranks[action.stage] != rank:
                 raise _error(schedule, rank, index, f"stage {action.stage} is not on rank {rank}")
+            if action.kind != "F" and not schedule.training:
+                raise _error(schedule, rank, index, "a schedule without training has forwards only")
             if action.micro_batch >= schedule.num_micro_batches:
                 limit = f"there are {schedule.num_micro_batches} micro-batches"
                 raise _error(schedule, rank, index, limit)
@@ -71,7 +74,7 @@ def _check_complete(schedule: Schedule) -> None:
         for micro_batch in range(schedule.num_micro_batches):
             cell = {kind: Action(kind, stage, micro_batch) for kind in ("F", "B", "I", "W")}
             missing = [] if seen[cell["F"]] else [cell["F"]]
-            if not seen[cell["B"]]:
+            if schedule.training and not seen[cell["B"]]:
                 halves_seen = seen[cell["I"]] or seen[cell["W"]]
                 wanted = [cell["I"], cell["W"]] if halves_seen else [cell["B"]]
                 missing += [action for action in wanted if not seen[action]]

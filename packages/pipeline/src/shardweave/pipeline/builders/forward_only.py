@@ -1,4 +1,4 @@
-"""What an evaluation runs: the forwards of a pipeline without its backwards."""
+"""What evaluation and generation run: the forwards of a pipeline without its backwards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,20 @@ def forward_only(like: Schedule, micro_batches: int) -> Schedule:
         rank 1  .  F0 F1 F2 F3 .
         rank 2  .  .  F0 F1 F2 F3
 
-    It is no training schedule: ``validate`` would miss the backwards.
+    No order is faster where all stages take as long, on a straight line, a loop or a V: p ranks with v stages each take
+    vm + p - 1 for m from p on (a V: 2m + 2p - 2). It is no training schedule, and says so: ``validate`` asks for the
+    forwards alone. What has to come out before the next one goes in, as in generating a token, is one micro-batch at
+    a time: ``forward_only(like, 1)``.
+
+    Args:
+        like: a schedule with the stages and ranks wanted; its actions do not matter.
+        micro_batches: number of micro-batches, from 1 up.
+
+    Raises:
+        ValueError: ``micro_batches`` is below 1.
     """
+    if micro_batches < 1:
+        raise ValueError(f"forward_only: micro_batches is {micro_batches}; it has to be 1 or more")
     return Schedule(
         name="forward-only",
         num_stages=like.num_stages,
@@ -32,4 +44,5 @@ def forward_only(like: Schedule, micro_batches: int) -> Schedule:
             )
             for rank in range(like.num_ranks)
         ),
+        training=False,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..actions import Action
 from ..schedules import Schedule
-from .single import refuse_chunks
+from .placement import loop
+from .rules import RULES
 
 __all__ = ["gpipe"]
 
@@ -21,12 +22,12 @@ def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     All m micro-batches are alive at once on every rank. Backwards ascend, other than in the paper, so that
     gradients add up in the same order as under 1F1B and in a plain loop; neither time nor memory changes.
     """
-    refuse_chunks("gpipe", chunks)
+    RULES["gpipe"].stages_per_rank("gpipe", chunks)
     return Schedule(
         name="gpipe",
         num_stages=ranks,
         num_micro_batches=micro_batches,
-        rank_of_stage=tuple(range(ranks)),
+        rank_of_stage=loop(ranks),
         actions=tuple(
             (
                 *(Action("F", rank, micro_batch) for micro_batch in range(micro_batches)),

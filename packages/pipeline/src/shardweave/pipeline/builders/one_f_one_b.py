@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..actions import Action
 from ..schedules import Schedule
-from .single import refuse_chunks
+from .placement import loop
+from .rules import RULES
 
 __all__ = ["one_f_one_b"]
 
@@ -20,12 +21,12 @@ def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
     The time is GPipe's, but rank r of p never holds more than min(m, p - r) micro-batches.
     """
-    refuse_chunks("1f1b", chunks)
+    RULES["1f1b"].stages_per_rank("1f1b", chunks)
     return Schedule(
         name="1f1b",
         num_stages=ranks,
         num_micro_batches=micro_batches,
-        rank_of_stage=tuple(range(ranks)),
+        rank_of_stage=loop(ranks),
         actions=tuple(_actions(rank, ranks, micro_batches) for rank in range(ranks)),
     )
 
