@@ -33,7 +33,9 @@ def to_text(written: Written) -> str:
         head.append(f"rank of stage: {' '.join(map(str, written.rank_of_stage))}")
     if not written.training:
         head.append("training: no")
-    return "\n".join([*head, *(f"rank {rank}  {' '.join(row)}".rstrip() for rank, row in enumerate(written.rows))])
+    return "\n".join(
+        [*head, *(f"rank {rank}  {' '.join(row)}".rstrip() for rank, row in enumerate(written.rows))]
+    )
 
 
 def from_text(text: str) -> Written:

@@ -84,11 +84,12 @@ class Schedule:
             rank 0  0F0 0F1 0B0 0B1
             rank 1  1F0 1B0 1F1 1B1
 
-        Without them it is called "written", its micro-batches are those that occur, and a stage is on the rank in whose
-        line it occurs. ``training: no`` makes it one of forwards alone. Rows may also hold messages, as
-        :func:`~shardweave.pipeline.lower` prints them: ``(0F0>1)`` sends the result of ``0F0`` to rank 1, ``(0F0<0)`` receives
-        it from rank 0, several in one pair of parentheses are posted together, and ``~0F0`` waits for the send. Where
-        there is one message they all have to be there. So a grid as ``str`` gives it can be read as well.
+        Without them it is called "written", its micro-batches are those that occur, and a stage is on the rank in
+        whose line it occurs; so a grid as ``str`` gives it can be read as well. ``training: no`` makes it one of
+        forwards alone. Rows may also hold messages, as :func:`~shardweave.pipeline.lower` prints them: ``(0F0>1)``
+        sends the result of ``0F0`` to rank 1, ``(0F0<0)`` receives it from rank 0, several in one pair of
+        parentheses are posted together, and ``~0F0`` waits for the send. Where there is one message they all have
+        to be there.
 
         It is not validated, so that a wrong one can be looked at; :meth:`load` does both.
 

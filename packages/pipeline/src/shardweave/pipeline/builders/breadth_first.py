@@ -18,9 +18,9 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
         rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 .   .   2B0 2B1 2B2 2B3 0B0 0B1 0B2 0B3
         rank 1  .   1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B1 3B2 3B3 1B0 1B1 1B2 1B3 .
 
-    The bubble is (p - 1)/(vm + p - 1) for m from p on, as interleaved, and all m micro-batches are alive at
-    once, as under GPipe. In exchange each stage runs all its forwards in a row, and all its backwards: sharded weights are
-    gathered once for each instead of once per micro-batch, and reduced while other stages still work.
+    The bubble is (p - 1)/(vm + p - 1) for m from p on, as interleaved, and all m micro-batches are alive at once,
+    as under GPipe. In exchange each stage runs all its forwards in a row, and all its backwards: sharded weights
+    are gathered once for each instead of once per micro-batch, and reduced while other stages still work.
     """
     chunks = RULES["breadth-first"].stages_per_rank("breadth-first", chunks)
     return Schedule(

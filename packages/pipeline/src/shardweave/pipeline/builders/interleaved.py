@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from ..actions import Action
 from ..schedules import Schedule
 from .placement import loop
@@ -22,9 +24,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     chunk after the other. After a warm-up of 2(p - 1 - r) + (v - 1)g forwards, g being the size of the first group,
     forwards and backwards alternate. One chunk is 1F1B.
 
-    The paper's groups are of p micro-batches, whose number has to be a multiple of p. Here they are as even as they can be
-    with at least p in each, the larger ones first: a short group would leave ranks waiting for a micro-batch to come
-    round. So the bubble is (p - 1)/(vm + p - 1) for every m from p on. Rank r holds at most
+    The paper's groups are of p micro-batches, whose number has to be a multiple of p. Here they are as even as they
+    can be with at least p in each, the larger ones first: a short group would leave ranks waiting for a micro-batch
+    to come round. So the bubble is (p - 1)/(vm + p - 1) for every m from p on. Rank r holds at most
     (v - 1)g + 2(p - 1 - r) + 1 activations of a chunk: for m a multiple of p, 1 + (p - 1)/(pv) times those of
     1F1B (arXiv 2205.05198, section 4.2).
     """
@@ -46,7 +48,7 @@ def even_groups(ranks: int, micro_batches: int) -> list[range]:
     count = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, count)
     starts = [size * index + min(index, larger) for index in range(count + 1)]
-    return [range(first, last) for first, last in zip(starts[:-1], starts[1:], strict=True)]
+    return [range(first, last) for first, last in pairwise(starts)]
 
 
 def _actions(rank: int, ranks: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:

@@ -20,10 +20,10 @@ def zb_v(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .
         rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-    At most 2p activations of half a rank are alive: as many as 1F1B holds on its first rank, here on every rank. From
-    2p - 1 micro-batches on and with equal times no rank is idle between its first and its last action, and the step
-    has the bubble (p - 1)/(6m + p - 1). With fewer it is the same order without the micro-batches that are not there, and
-    the weight gradients move to where the gaps are.
+    At most 2p activations of half a rank are alive: as many as 1F1B holds on its first rank, here on every rank.
+    From 2p - 1 micro-batches on and with equal times no rank is idle between its first and its last action, and the
+    step has the bubble (p - 1)/(6m + p - 1). With fewer it is the same order without the micro-batches that are not
+    there, and the weight gradients move to where the gaps are.
     """
     RULES["zb-v"].stages_per_rank("zb-v", chunks)
     orders = [_order(rank, ranks, micro_batches) for rank in range(ranks)]
