@@ -136,7 +136,7 @@ def comes_from_another_rank(action: Action, its: Schedule) -> bool:
 def test_the_memory_of_receives_posted_ahead_is_bounded() -> None:
     # The one needed now, the next, and one more when the order demands it. In a loop a micro-batch comes round while
     # others still go out, one or two more each time; breadth-first keeps all of them in any case.
-    most = {name: 3 for name in BUILDERS} | {"interleaved": 5, "breadth-first": 9}
+    most = dict.fromkeys(BUILDERS, 3) | {"interleaved": 5, "breadth-first": 9}
     for name in BUILDERS:
         its = schedule(name, ranks=4, micro_batches=9, chunks=RULES[name].chunks or 2)
         for program in lower(its):

@@ -110,8 +110,8 @@ class Schedule:
     def from_json(cls, text: str | Mapping[str, Any]) -> Schedule:
         """The schedule in a JSON text or in what was read from one; the inverse of :meth:`to_json`.
 
-        An object with ``name``, ``micro_batches``, ``rank_of_stage``, ``training`` and ``actions``, a list of texts per rank;
-        all but ``actions`` may be missing, as in :meth:`parse`. Other keys are ignored. It is not validated.
+        An object with ``name``, ``micro_batches``, ``rank_of_stage``, ``training`` and ``actions``, a list of texts per
+        rank; all but ``actions`` may be missing, as in :meth:`parse`. Other keys are ignored. It is not validated.
 
         Raises:
             ScheduleError: it is no schedule; the error names the key.
