@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardweave import comm
 from shardweave.models import Part, Transformer, TransformerConfig
+from shardweave.tensor_parallel import Overlap
 
 __all__ = [
     "FAMILIES",
@@ -72,6 +73,7 @@ def build(
     tensor: comm.Axis | None = None,
     sequence_parallel: bool = False,
     keep_inputs: bool = False,
+    decomposed: bool | Overlap = False,
     context: comm.Axis | None = None,
     context_form: Literal["ring", "all-to-all"] = "ring",
     expert: comm.Axis | None = None,
@@ -85,6 +87,7 @@ def build(
         tensor=tensor,
         sequence_parallel=sequence_parallel,
         keep_inputs=keep_inputs,
+        decomposed=decomposed,
         context=context,
         context_form=context_form,
         expert=expert,

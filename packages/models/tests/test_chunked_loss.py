@@ -13,9 +13,9 @@ from packages.models.tests.reference import FAMILIES, batch_of, build
 from torch import Tensor
 
 from shardweave import comm
-from shardweave.comm import Mesh, WeightGradients, gradient_work
+from shardweave.comm import Link, Links, Mesh, WeightGradients, gradient_work
 from shardweave.models import Part, Transformer, TransformerConfig, generate
-from shardweave.tensor_parallel import assert_replicas_equal, head_loss
+from shardweave.tensor_parallel import Overlap, ProductSpeed, assert_replicas_equal, head_loss
 
 TIED, UNTIED = FAMILIES["gpt2"], FAMILIES["llama"]
 
@@ -80,6 +80,7 @@ def test_two_ranks_train_as_one_process() -> None:
         for config in FAMILIES.values():
             expect_equal_training(config, mesh, sequence_parallel=True, keep_inputs=True)
             expect_equal_training(config, mesh, sequence_parallel=True, keep_inputs=True, chunked_loss=True)
+            expect_equal_training(config, mesh, sequence_parallel=True, decomposed=True)
 
 
 @pytest.mark.ranks(4)
@@ -90,6 +91,32 @@ def test_four_ranks_train_as_one_process() -> None:
             expect_equal_training(config, Mesh(tp=4), **options)
             expect_equal_training(config, Mesh(tp=2, cp=2), **options)
             expect_equal_training(config, Mesh(cp=4), chunked_loss=True)
+
+
+@pytest.mark.ranks(2)
+def test_products_are_computed_in_pieces_where_that_is_predicted_to_pay() -> None:
+    """Three of a block's products and collectives each way, and the head's; with the bytes of the plain way."""
+    mesh = Mesh(tp=2)
+    as_slow, fast = (
+        ProductSpeed(0.0, 1e4),
+        ProductSpeed(0.0, 1e12),
+    )  # as slow as the links, and not worth hiding
+    links = Links(Link(0.0, 1e3), Link(0.0, 1e3))
+    tokens, targets = batch_of(TIED)
+    found = []
+    for config in (TIED, UNTIED):
+        for decomposed in (False, True, Overlap(links, as_slow), Overlap(links, fast)):
+            model = build(config, tensor=mesh.tp, sequence_parallel=True, decomposed=decomposed)
+            model(tokens)  # lengths are compared at the first call
+            mesh.ledger.reset()
+            model.loss(model(tokens), targets).backward()
+            sends, total = mesh.ledger.total(kind="send"), mesh.ledger.total()
+            found.append((sends.calls, total.sent))
+    sent = found[0][1]
+    # Forward 4 of a block, backward 2, and the head's gather.
+    assert [calls for calls, _ in found[:4]] == [0, 6 * TIED.layers + 1, 6 * TIED.layers + 1, 0]
+    assert {bytes_ for _, bytes_ in found[:4]} == {sent}
+    assert [calls for calls, _ in found[4:]] == [calls for calls, _ in found[:4]]
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardweave.comm import Axis
-from shardweave.tensor_parallel import Alibi, MixtureOfExperts, ParallelAttention, Rotary
+from shardweave.tensor_parallel import Alibi, MixtureOfExperts, Overlap, ParallelAttention, Rotary
 
 from .config import TransformerConfig
 from .dropout import Masks
@@ -27,7 +27,7 @@ class Block(nn.Module):
     ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
     all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
     states are this rank's share of the sequence; ``context``, ``context_form``: as in :class:`ParallelAttention`;
-    ``expert``, ``expert_data``, ``keep_inputs``: as in :class:`.Transformer`.
+    ``expert``, ``expert_data``, ``keep_inputs``, ``decomposed``: as in :class:`.Transformer`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Block(nn.Module):
         expert_data: Axis | None = None,
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,12 +71,16 @@ class Block(nn.Module):
             context_form=context_form,
             sequence_dim=sequence_dim,
             keep_inputs=keep_inputs,
+            decomposed=decomposed,
             device=device,
             dtype=dtype,
         )
         self.mlp_norm = make_norm(config, partial_over=partial_over, device=device, dtype=dtype)
         self.mlp: MLP | MixtureOfExperts = (
-            MLP(config, axis, sequence_dim=sequence_dim, keep_inputs=keep_inputs, device=device, dtype=dtype)
+            MLP(
+                config, axis, sequence_dim=sequence_dim, keep_inputs=keep_inputs, decomposed=decomposed,
+                device=device, dtype=dtype,
+            )
             if config.experts == 0
             else make_mixture(
                 config, axis, expert=expert, expert_data=expert_data, context=context,

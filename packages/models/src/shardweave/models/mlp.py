@@ -16,6 +16,7 @@ from shardweave.comm import Axis
 from shardweave.tensor_parallel import (
     ColumnParallelLinear,
     FusedLayers,
+    Overlap,
     RowParallelLinear,
     fused_linear,
 )
@@ -30,7 +31,8 @@ class MLP(FusedLayers):
     """``down(act(up(x)))``, or with swiglu ``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202, equation 6).
 
     The inner features are split over ``axis`` (unevenly where they do not divide). ``sequence_dim``: the dim
-    of the input that is split over the axis, or ``None``; ``keep_inputs``: as in :class:`ColumnParallelLinear`.
+    of the input that is split over the axis, or ``None``; ``keep_inputs``, ``decomposed``: as in
+    :class:`ColumnParallelLinear`.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class MLP(FusedLayers):
         *,
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +58,7 @@ class MLP(FusedLayers):
                 bias=bias,
                 sequence_dim=sequence_dim,
                 keep_inputs=keep_inputs,
+                decomposed=decomposed,
                 device=device,
                 dtype=dtype,
             )
@@ -62,7 +66,14 @@ class MLP(FusedLayers):
         self.gate = column() if config.gated else None
         self.up = column()
         self.down = RowParallelLinear(
-            ffn, hidden, axis, bias=bias, sequence_dim=sequence_dim, device=device, dtype=dtype
+            ffn,
+            hidden,
+            axis,
+            bias=bias,
+            sequence_dim=sequence_dim,
+            decomposed=decomposed,
+            device=device,
+            dtype=dtype,
         )
         self.place()
 

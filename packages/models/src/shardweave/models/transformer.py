@@ -34,6 +34,7 @@ from shardweave.tensor_parallel import (
     Alibi,
     ColumnParallelLinear,
     MixtureOfExperts,
+    Overlap,
     Rotary,
     VocabParallelEmbedding,
     check_context,
@@ -69,6 +70,9 @@ class Transformer(nn.Module):
             ``tensor`` (arXiv 2205.05198, section 4.2.2). Has no effect on an axis of one rank.
         keep_inputs: with sequence parallelism, whether layers keep their gathered input for the backward pass and do
             not gather it again: 8 in place of 10 parts of what a block sends, for as much memory as the inputs take.
+        decomposed: with sequence parallelism, whether layers compute their products piece by piece while the other
+            pieces travel; an :class:`~shardweave.tensor_parallel.Overlap` says it for each product, from its size.
+            Experts and a chunked loss do not.
             What comes to experts is kept in any case.
         context: the axis that each sequence is cut over; ``None``: sequences are whole. Tokens and targets are given
             whole to every rank of it, which takes its own (:func:`~shardweave.tensor_parallel.cut_context`). All
@@ -99,6 +103,7 @@ class Transformer(nn.Module):
         tensor: Axis | None = None,
         sequence_parallel: bool = False,
         keep_inputs: bool = False,
+        decomposed: bool | Overlap = False,
         context: Axis | None = None,
         context_form: Literal["ring", "all-to-all"] = "ring",
         expert: Axis | None = None,
@@ -115,6 +120,7 @@ class Transformer(nn.Module):
         self.axis = tensor if tensor is not None else Axis.single()
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         self.keep_inputs = keep_inputs and self.sequence_parallel
+        self.decomposed = decomposed
         self.context = context if context is not None else Axis.single("cp")
         self.chunked_loss = chunked_loss
         _check_part(config, self.part)
@@ -163,6 +169,7 @@ class Transformer(nn.Module):
                 expert_data=self._expert_data,
                 sequence_dim=sequence_dim,
                 keep_inputs=self.keep_inputs,
+                decomposed=self.decomposed,
                 device=meta,
                 dtype=dtype,
             )
@@ -176,6 +183,7 @@ class Transformer(nn.Module):
                 bias=False,
                 sequence_dim=sequence_dim,
                 keep_inputs=self.keep_inputs,
+                decomposed=self.decomposed,
                 device=meta,
                 dtype=dtype,
             )
@@ -404,6 +412,9 @@ class Transformer(nn.Module):
 
     def _head(self, x: Tensor) -> Tensor:
         if self.config.tie_embeddings:
+            decomposed = self.decomposed
+            if isinstance(decomposed, Overlap):
+                decomposed = decomposed.of_column(x, self.config.vocab, self.axis)
             return column_linear(
                 x,
                 [self.embedding.weight],
@@ -411,6 +422,7 @@ class Transformer(nn.Module):
                 self.axis,
                 sequence_dim=0 if self.sequence_parallel else None,
                 keep_inputs=self.keep_inputs,
+                decomposed=decomposed,
             )
         logits: Tensor = self.head(x)
         return logits

@@ -144,12 +144,14 @@ def row_in_pieces(option: bool | Overlap, x: Tensor, features: int, outputs: int
 def overlap_for(
     axis: Axis, links: Links, *, device: torch.device | str, dtype: torch.dtype
 ) -> Overlap | bool:
-    """What to give to layers as ``decomposed`` on ``device``: measured there, or ``False`` on a CPU.
+    """What to give to layers as ``decomposed`` on ``device``: with products measured there, or ``False``.
 
-    Every rank of ``axis`` calls it, and all get the same. See the module for why not on a CPU.
+    ``False`` on a CPU (see the module), on one rank, and where the links between the ranks were not measured
+    (:func:`shardweave.comm.measure_links`): a guess would decide. Every rank of ``axis`` calls it, and all get the
+    same.
     """
     device = torch.device(device)
-    if device.type == "cpu" or axis.size == 1:
+    if device.type == "cpu" or axis.size == 1 or axis.link not in links.measured:
         return False
     return Overlap(links, measure_products(axis, device=device, dtype=dtype))
 
