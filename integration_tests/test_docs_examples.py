@@ -1,7 +1,8 @@
 """Every Python example that a reader can copy runs: the blocks of the READMEs and of the documentation.
 
 A page is one program: its blocks run in order, in one process of their own, with one thread, in an empty
-folder. A block that is not meant to run is fenced as `text`, `console` or `yaml`, not as `python`.
+folder. A block that is not meant to run is fenced as `text`, `console` or `yaml`, not as `python`. A block with a title
+(`python title="train.py"`) is a script of its own, for the `torchrun` line that the page shows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+SCRIPT = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.M | re.S)
+TORCHRUN = re.compile(r"^\$ torchrun (.* (\S+\.py))$", re.M)
 
 
 def program(page: Path) -> str:
@@ -52,6 +55,35 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, f"an example of {page.relative_to(ROOT)} fails:\n{result.stderr}"
+
+
+def scripts() -> list[tuple[Path, str, str, str]]:
+    """Page, name, text and the arguments that torchrun is shown with, of every script."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        shown = {match[2]: match[1] for match in TORCHRUN.finditer(text)}
+        found += [(page, match[1], match[2], shown[match[1]]) for match in SCRIPT.finditer(text)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "text", "arguments"),
+    scripts(),
+    ids=[f"{page.stem}-{name}" for page, name, *_ in scripts()],
+)
+def test_scripts_run(page: Path, name: str, text: str, arguments: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments.split()],
+        cwd=tmp_path,
+        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="error"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, f"{name} of {page.relative_to(ROOT)} fails:\n{result.stderr}"
 
 
 def test_readmes_have_an_example() -> None:
