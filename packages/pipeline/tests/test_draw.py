@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardweave.pipeline import Action, Costs, Schedule, schedule
-from shardweave.pipeline.draw import MAX_COLUMNS
+from shardweave.pipeline.draw.text import MAX_COLUMNS
 
 
 def test_longer_actions_are_continued() -> None:

@@ -75,7 +75,7 @@ class Overview:
                 _held(config, layout, plan, shape, part, rank, extra, in_flight=peak)
                 for rank in range(layout.tensor)
             ]
-            for part, peak, extra in zip(stages, timeline.peak_activations, live, strict=True)
+            for part, peak, extra in zip(stages, timeline.peaks_of_stages, live, strict=True)
         ]
         return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses, live)
 

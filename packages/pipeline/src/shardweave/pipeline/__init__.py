@@ -5,7 +5,9 @@
 | `schedule`, `BUILDERS` | a schedule by name: `gpipe`, `1f1b`, loops, zero-bubble schedules, V shapes |
 | `forward_only`, `keep` | the forwards of a schedule; its first micro-batches |
 | `Schedule`, `Action` | what each rank does in order; validate, simulate, draw, write, read |
-| `Costs`, `Timeline` | what a simulation takes and gives: bubble, peak of live activations |
+| `Report` | what a valid schedule takes: live activations, buffers of messages |
+| `Costs`, `PieceCosts` | what a simulation takes: given, counted from pieces of a model, or measured |
+| `Timeline` | what it gives: bubble, idle time, memory over time, critical path |
 | `ScheduleError` | why a schedule cannot run |
 | `lower` | from a schedule to programs with sends and receives |
 | `partition`, `ranges_by_rank` | where to cut a list of layers with known costs |
@@ -20,19 +22,26 @@ from .actions import Action
 from .builders import BUILDERS, schedule
 from .builders.forward_only import forward_only
 from .builders.keep import keep
-from .dependencies import ScheduleError
+from .costs import Costs, PieceCosts
+from .errors import ScheduleError
 from .lowering import lower
+from .memory import MemoryAt
 from .partitioning import partition, ranges_by_rank
+from .report import Report
 from .runner import Pipeline
 from .schedules import Schedule
-from .simulate import Costs, Timeline, Timing
 from .ties import tie
+from .timeline import Timeline
+from .timing import Timing
 
 __all__ = [
     "BUILDERS",
     "Action",
     "Costs",
+    "MemoryAt",
+    "PieceCosts",
     "Pipeline",
+    "Report",
     "Schedule",
     "ScheduleError",
     "Timeline",

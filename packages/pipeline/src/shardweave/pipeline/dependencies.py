@@ -1,80 +1,59 @@
-"""What has to be finished before an action may start, and an order in which a whole schedule can run.
+"""An order in which a whole schedule can run, when values that were sent wait for whoever needs them.
 
-Validator, simulator and the lowering to messages all lean on these two functions, so that they cannot
-disagree about what a stage waits for.
+Validator, simulator and the lowering to messages all work in this one order, so that they cannot disagree about
+what a stage waits for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from .errors import ScheduleError, schedule_error
+from .table import ABSENT, Table
 
-from .actions import Action
-from .draw import grid
-
-if TYPE_CHECKING:
-    from .schedules import Schedule
-
-__all__ = ["ScheduleError", "dependencies", "execution_order"]
+__all__ = ["execution_order"]
 
 
-class ScheduleError(ValueError):
-    """A schedule that cannot be executed; the text shows the schedule with the failing cell marked."""
+def execution_order(table: Table) -> list[int]:
+    """All numbers of ``table``, each after what it needs and after its rank's earlier ones.
 
-
-def dependencies(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """What ``action`` needs, as a tuple of alternatives: one action of each has to be done.
-
-    A forward needs the forward of the stage before, a backward the stage's own forward and the backward of
-    the stage behind, which may have been done whole (``B``) or in two parts (``I``).
-    """
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == "F":
-        return ((Action("F", stage - 1, micro_batch),),) if stage else ()
-    if action.kind == "W":
-        return ((Action("I", stage, micro_batch),),)
-    own = (Action("F", stage, micro_batch),)
-    if stage + 1 == num_stages:
-        return (own,)
-    return (own, (Action("B", stage + 1, micro_batch), Action("I", stage + 1, micro_batch)))
-
-
-def execution_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """All actions as (rank, action), each after what it depends on and after its rank's earlier ones.
+    Every rank goes on until it needs what is not done; whoever does it wakes it. So the time is proportional to
+    the number of actions.
 
     Raises:
         ScheduleError: the ranks would wait for each other for ever, or an action precedes on its own rank
             what it depends on.
     """
-    order: list[tuple[int, Action]] = []
-    done: set[Action] = set()
-    position = [0] * schedule.num_ranks
-
-    def is_ready(action: Action) -> bool:
-        needs = dependencies(action, schedule.num_stages)
-        return all(any(alternative in done for alternative in need) for need in needs)
-
-    while len(order) < sum(map(len, schedule.actions)):
-        before = len(order)
-        for rank, actions in enumerate(schedule.actions):
-            while position[rank] < len(actions) and is_ready(actions[position[rank]]):
-                action = actions[position[rank]]
-                order.append((rank, action))
-                done.add(action)
-                position[rank] += 1
-        if len(order) == before:
-            raise ScheduleError(_stuck(schedule, position, done))
+    order: list[int] = []
+    done = bytearray(len(table))
+    position = table.first[:-1]
+    waiting: dict[int, list[int]] = {}
+    able = list(reversed(range(len(position))))
+    while able:
+        rank = able.pop()
+        number, end = position[rank], table.first[rank + 1]
+        while number < end:
+            missing = next((need for need in table.needs[number] if need == ABSENT or not done[need]), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            done[number] = True
+            order.append(number)
+            if number in waiting:
+                able += waiting.pop(number)
+            number += 1
+        position[rank] = number
+    if len(order) < len(table):
+        raise _stuck(table, position, done)
     return order
 
 
-def _stuck(schedule: Schedule, position: list[int], done: set[Action]) -> str:
+def _stuck(table: Table, position: list[int], done: bytearray) -> ScheduleError:
     """Who waits for what when no rank can go on."""
     waiting = []
-    marks = set()
-    for rank, actions in enumerate(schedule.actions):
-        if position[rank] < len(actions):
-            action = actions[position[rank]]
-            needs = dependencies(action, schedule.num_stages)
-            missing = [need for need in needs if not any(alternative in done for alternative in need)]
-            waiting.append(f"rank {rank} at {action} for {' and '.join(str(need[0]) for need in missing)}")
-            marks.add((rank, position[rank]))
-    return f"schedule {schedule.name!r} cannot go on: {'; '.join(waiting)}\n{grid(schedule, marks)}"
+    cells = []
+    for rank, number in enumerate(position):
+        if number < table.first[rank + 1]:
+            needs = zip(table.needs[number], table.wanted(number), strict=True)
+            missing = [str(action) for need, action in needs if need == ABSENT or not done[need]]
+            waiting.append(f"rank {rank} at {table.action(number)} for {' and '.join(missing)}")
+            cells.append(table.cell(number))
+    return schedule_error(table.schedule, f" cannot go on: {'; '.join(waiting)}", cells)

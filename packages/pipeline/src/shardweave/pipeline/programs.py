@@ -98,8 +98,9 @@ def parse_program(text: str) -> Program:
         if word is None:
             steps.append(Exchange(tuple(map(Transfer.parse, messages.split()))))
         elif word.startswith("~"):
-            before = steps.pop().actions if steps and isinstance(steps[-1], Settle) else ()
-            steps.append(Settle((*before, Action.parse(word[1:]))))
+            last = steps[-1] if steps else None
+            before = last.actions if isinstance(last, Settle) else ()
+            steps[len(steps) - bool(before) :] = [Settle((*before, Action.parse(word[1:])))]
         else:
             steps.append(Run(Action.parse(word)))
     return tuple(steps)

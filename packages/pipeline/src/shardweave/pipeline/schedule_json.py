@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .dependencies import ScheduleError
+from .errors import ScheduleError
 from .written import Written
 
 __all__ = ["from_json", "to_json"]

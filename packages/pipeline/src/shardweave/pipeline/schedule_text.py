@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-from .dependencies import ScheduleError
+from .errors import ScheduleError
 from .written import Written
 
 __all__ = ["from_text", "to_text"]

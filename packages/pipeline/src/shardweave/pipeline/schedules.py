@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from .actions import Action
-from .dependencies import ScheduleError
-from .draw import draw, grid
+from .costs import Costs
+from .draw import draw, grid, png, svg
+from .errors import ScheduleError
 from .programs import Program, Run, parse_program
+from .report import Report
 from .schedule_json import from_json, to_json
 from .schedule_text import from_text, to_text
-from .simulate import Costs, Timeline, simulate
+from .simulate import simulate
+from .timeline import Timeline
 from .validate import validate
 from .written import Written, placement_of
 
@@ -59,17 +62,35 @@ class Schedule:
         """The stages that ``rank`` holds, ascending: the order in which ``Pipeline`` takes their modules."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of_stage[stage] == rank)
 
-    def validate(self) -> None:
-        """Raises :class:`ScheduleError` unless the schedule is complete, in order and free of deadlock."""
-        validate(self)
+    def validate(self, *, peak: float | None = None) -> Report:
+        """Proves that the schedule is complete, in order and free of deadlock, and says what running it takes.
+
+        ``peak``: the most activations that a rank may have alive, in whole-rank shares; ``None``: any number.
+
+        Raises:
+            ScheduleError: it is not; the failing cell stands in brackets.
+        """
+        return validate(self, peak=peak)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """When each action would run; without costs, a backward takes twice a forward and messages no time."""
         return simulate(self, costs)
 
-    def draw(self, costs: Costs | None = None) -> str:
-        """The simulated timeline as text: one line per rank, one column per unit of time."""
-        return draw(self, self.simulate(costs))
+    def draw(self, costs: Costs | None = None, *, colour: bool = False, width: int | None = None) -> str:
+        """The simulated timeline as text: one line per rank, one column per unit of time.
+
+        ``colour``: with a terminal's colours, one per kind of action. ``width``: the characters of a line; what is
+        longer goes on in another block below.
+        """
+        return draw(self.simulate(costs), colour=colour, width=width)
+
+    def svg(self, costs: Costs | None = None) -> str:
+        """The simulated timeline as an SVG picture, text of a file; idle time is hatched."""
+        return svg(self.simulate(costs))
+
+    def png(self, costs: Costs | None = None) -> bytes:
+        """The simulated timeline as a PNG picture, bytes of a file; idle time is hatched."""
+        return png(self.simulate(costs))
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -136,7 +157,7 @@ class Schedule:
             loaded = cls.from_json(text) if path.suffix == ".json" else cls.parse(text)
             loaded.validate()
         except ScheduleError as error:
-            raise ScheduleError(f"{path}: {error}") from error
+            raise ScheduleError(f"{path}: {error}", error.cells) from error
         return loaded
 
     def save(self, path: str | Path) -> None:

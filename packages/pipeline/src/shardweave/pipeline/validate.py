@@ -6,86 +6,111 @@ go wrong can be seen in the lists alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from .actions import Action
-from .dependencies import ScheduleError, execution_order
-from .draw import grid
+from .actions import Action, Kind
+from .dependencies import execution_order
+from .errors import schedule_error
 from .lowering import lower
-from .rendezvous import check_programs
+from .memory import Alive, alive_on
+from .messages import plan_messages
+from .rendezvous import check_plans
+from .report import Report, buffers_of_plan, buffers_of_program
+from .table import ABSENT, Table
 
 if TYPE_CHECKING:
     from .schedules import Schedule
 
 __all__ = ["validate"]
 
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
-def validate(schedule: Schedule) -> None:
+
+def validate(schedule: Schedule, *, peak: float | None = None) -> Report:
     """Checks that a schedule is well-formed, complete, in order and free of deadlock.
 
     - Every stage lies on one rank, and every action on the rank that holds its stage.
     - Every stage sees every micro-batch in exactly one ``F`` and one ``B`` (or ``I`` and ``W``); without
       ``training`` in exactly one ``F`` and nothing else.
-    - The ranks, each going through its list, never wait for each other for ever.
-    - The messages that :func:`lower` derives get through when each blocks and only order pairs them.
+    - The ranks, each going through its list, never wait for each other for ever, when what is sent is buffered.
+    - The messages, derived or written by hand, get through when each blocks and only order pairs them.
+    - With ``peak``: no rank has more activations alive than that, in whole-rank shares.
+
+    The time it takes is proportional to the number of actions.
+
+    Returns:
+        What running it takes.
 
     Raises:
         ScheduleError: a rule is broken; the failing cell stands in brackets.
     """
-    _check_places(schedule)
-    _check_complete(schedule)
-    execution_order(schedule)
-    check_programs(lower(schedule))
+    table = Table(schedule)
+    _check_complete(table)
+    order = execution_order(table)
+    if schedule.messages is None:
+        plans = plan_messages(table, order)
+        check_plans(table, plans)
+        buffers = [buffers_of_plan(table, rank, plan) for rank, plan in enumerate(plans)]
+    else:
+        programs = lower(schedule)
+        buffers = [buffers_of_program(table, rank, program) for rank, program in enumerate(programs)]
+    alive = [alive_on(schedule, rank) for rank in range(schedule.num_ranks)]
+    if peak is not None:
+        _check_peak(table, alive, peak)
+    return Report.of(table, alive, buffers)
 
 
-def _check_places(schedule: Schedule) -> None:
-    ranks = schedule.rank_of_stage
-    if len(ranks) != schedule.num_stages or not set(ranks) <= set(range(schedule.num_ranks)):
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: rank_of_stage is {ranks}; it gives each of the "
-            f"{schedule.num_stages} stages one of the {schedule.num_ranks} ranks"
-        )
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if action.stage >= schedule.num_stages or ranks[action.stage] != rank:
-                raise _error(schedule, rank, index, f"stage {action.stage} is not on rank {rank}")
-            if action.kind != "F" and not schedule.training:
-                raise _error(schedule, rank, index, "a schedule without training has forwards only")
-            if action.micro_batch >= schedule.num_micro_batches:
-                limit = f"there are {schedule.num_micro_batches} micro-batches"
-                raise _error(schedule, rank, index, limit)
-
-
-def _check_complete(schedule: Schedule) -> None:
-    seen: Counter[Action] = Counter()
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            seen[action] += 1
-            if seen[action] > 1:
-                raise _error(schedule, rank, index, f"{action} is there twice")
-            halves = {
-                Action("I", action.stage, action.micro_batch),
-                Action("W", action.stage, action.micro_batch),
-            }
-            if action.kind == "B" and any(seen[half] for half in halves):
-                raise _error(schedule, rank, index, f"{action} repeats a backward done in two parts")
+def _check_complete(table: Table) -> None:
+    schedule = table.schedule
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.num_micro_batches):
-            cell = {kind: Action(kind, stage, micro_batch) for kind in ("F", "B", "I", "W")}
-            missing = [] if seen[cell["F"]] else [cell["F"]]
-            if schedule.training and not seen[cell["B"]]:
-                halves_seen = seen[cell["I"]] or seen[cell["W"]]
-                wanted = [cell["I"], cell["W"]] if halves_seen else [cell["B"]]
-                missing += [action for action in wanted if not seen[action]]
-            if missing:
-                raise ScheduleError(
-                    f"schedule {schedule.name!r} lacks {' and '.join(map(str, missing))} "
-                    f"on rank {schedule.rank_of_stage[stage]}\n{grid(schedule)}"
-                )
+            forward, whole, first, second = (table.number(kind, stage, micro_batch) for kind in "FBIW")
+            if schedule.training:
+                if whole != ABSENT and (first != ABSENT or second != ABSENT):
+                    raise _repeated(table, whole)
+                if forward == ABSENT or (whole == ABSENT and (first == ABSENT or second == ABSENT)):
+                    raise _lacking(table, stage, micro_batch)
+            elif forward == ABSENT:
+                raise _lacking(table, stage, micro_batch)
+            elif not whole == first == second == ABSENT:
+                number = max(whole, first, second)
+                why = "a schedule without training has forwards only"
+                rank, _ = cell = table.cell(number)
+                raise schedule_error(schedule, f", rank {rank}, {table.action(number)}: {why}", [cell])
 
 
-def _error(schedule: Schedule, rank: int, index: int, reason: str) -> ScheduleError:
-    action = schedule.actions[rank][index]
-    text = f"schedule {schedule.name!r}, rank {rank}, {action}: {reason}"
-    return ScheduleError(f"{text}\n{grid(schedule, {(rank, index)})}")
+def _repeated(table: Table, number: int) -> Exception:
+    rank, _ = cell = table.cell(number)
+    action = table.action(number)
+    return schedule_error(
+        table.schedule, f", rank {rank}, {action}: {action} repeats a backward done in two parts", [cell]
+    )
+
+
+def _lacking(table: Table, stage: int, micro_batch: int) -> Exception:
+    """What a stage does not do with a micro-batch; marked is what it does with it, or the end of the rank's line."""
+    there = {kind: table.number(kind, stage, micro_batch) for kind in _KINDS}
+    backward: list[Kind] = [] if not table.schedule.training else ["I", "W"]
+    if there["I"] == there["W"] == ABSENT and backward:
+        backward = ["B"]
+    wanted: list[Kind] = ["F", *backward]
+    missing = [Action(kind, stage, micro_batch) for kind in wanted if there[kind] == ABSENT]
+    rank = table.schedule.rank_of_stage[stage]
+    marked = [table.cell(number) for number in there.values() if number != ABSENT]
+    return schedule_error(
+        table.schedule,
+        f" lacks {' and '.join(map(str, missing))} on rank {rank}",
+        marked or [(rank, len(table.schedule.actions[rank]))],
+    )
+
+
+def _check_peak(table: Table, alive: list[Alive], peak: float) -> None:
+    for rank, its in enumerate(alive):
+        if its.share > peak:
+            action = table.schedule.actions[rank][its.at]
+            raise schedule_error(
+                table.schedule,
+                f", rank {rank}, {action}: {its.share:g} activations are alive, in whole-rank shares; "
+                f"no more than {peak:g} are allowed",
+                [(rank, its.at)],
+            )

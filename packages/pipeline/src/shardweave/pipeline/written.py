@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .actions import Action
-from .dependencies import ScheduleError
+from .errors import ScheduleError
 
 __all__ = ["Written", "placement_of"]
 
