@@ -21,6 +21,7 @@ __all__ = [
     "FAMILIES",
     "Layout",
     "compare",
+    "dataset_of",
     "layouts",
     "one_stage_each",
     "small_run",
@@ -186,6 +187,11 @@ def configured(settings: Mapping[str, Any]) -> Config:
     return load_config(None, [f"{name}={_yaml(value)}" for name, value in settings.items()])
 
 
+def dataset_of(config: Config) -> Dataset:
+    """What a run trains on; reading it takes longer than a step, so runs of the same samples share it."""
+    return Dataset.cut(open_corpus(config), config, config.model.sequence)
+
+
 def train(layout: Layout, **settings: Any) -> Record:
     """Trains the small run in this process' world, which has as many ranks as the layout."""
     [record] = train_each([layout], **settings)
@@ -194,8 +200,7 @@ def train(layout: Layout, **settings: Any) -> Record:
 
 def train_each(chosen: Iterable[Layout], **settings: Any) -> Iterator[Record]:
     """Trains the small run in one layout after the other, on the same ranks and over the same samples."""
-    config = small_run(**settings)
-    dataset = Dataset.cut(open_corpus(config), config, config.model.sequence)
+    dataset = dataset_of(small_run(**settings))
     for layout in chosen:
         config = small_run(layout, **settings)
         mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline, cp=layout.context, ep=layout.expert)

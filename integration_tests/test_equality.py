@@ -19,6 +19,9 @@ from integration_tests.layouts import FAMILIES, Layout, compare, layouts, train,
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.trainer import Record
 
+STEPS = 5
+"""Of models other than the first: more than the warm-up, so that each has taken full steps on moments of several."""
+
 
 def differences(chosen: Sequence[Layout], ranks: int) -> dict[str, list[str]]:
     """What is not equal, for each layout in which something is not."""
@@ -31,16 +34,16 @@ def differences(chosen: Sequence[Layout], ranks: int) -> dict[str, list[str]]:
 
 
 @functools.cache
-def reference(family: str, precision: str, layers: int) -> Record:
+def reference(family: str, precision: str, layers: int, steps: int = 10) -> Record:
     """One process, in a process of its own: the parent of the ranks computes nothing."""
-    settings = {**FAMILIES[family], "model__layers": layers}
+    settings = {**FAMILIES[family], "model__layers": layers, "run__steps": steps}
     record: Record = run_ranks(train, 1, Layout(), precision=precision, **settings)[0]
     return record
 
 
-def trained(chosen: list[Layout], family: str, precision: str) -> list[Record]:
+def trained(chosen: list[Layout], family: str, precision: str, steps: int = 10) -> list[Record]:
     """All layouts in turn, on the same ranks. What every rank sees is the same; rank 0 reports it."""
-    records = list(train_each(chosen, precision=precision, **FAMILIES[family]))
+    records = list(train_each(chosen, precision=precision, run__steps=steps, **FAMILIES[family]))
     return records if not dist.is_initialized() or dist.get_rank() == 0 else []
 
 
@@ -72,9 +75,9 @@ def test_every_model_family_equals_one_process(family: str) -> None:
     chosen = [
         Layout(2, 2, 2, True, "1f1b", 3), Layout(1, 4, 2, False, "gpipe", 1), Layout(1, 8, 1, True, "1f1b", 0),
     ]  # fmt: skip
-    records = run_ranks(trained, 8, chosen, family, "fp64", timeout=280)[0]
+    records = run_ranks(trained, 8, chosen, family, "fp64", STEPS, timeout=280)[0]
     for layout, record in zip(chosen, records, strict=True):
-        assert compare(record, reference(family, "fp64", layout.layers), 1e-9) == [], str(layout)
+        assert compare(record, reference(family, "fp64", layout.layers, STEPS), 1e-9) == [], str(layout)
 
 
 @pytest.mark.parametrize("family", ["llama-like", "gpt-like", "as it is"])
@@ -88,9 +91,9 @@ def test_sequences_over_context_ranks_equal_one_process(family: str) -> None:
         Layout(tensor=2, context=2, stage=0),
         Layout(pipeline=2, context=2, stage=3),
     ]
-    records = run_ranks(trained, 4, chosen, family, "fp64", timeout=280)[0]
+    records = run_ranks(trained, 4, chosen, family, "fp64", STEPS, timeout=280)[0]
     for layout, record in zip(chosen, records, strict=True):
-        assert compare(record, reference(family, "fp64", layout.layers), 1e-9) == [], str(layout)
+        assert compare(record, reference(family, "fp64", layout.layers, STEPS), 1e-9) == [], str(layout)
 
 
 @pytest.mark.timeout(300)
@@ -107,9 +110,9 @@ def test_experts_over_data_ranks_equal_one_process(family: str) -> None:
         Layout(data=2, context=2, expert=2, stage=2),
         Layout(tensor=2, context=2, sequence=True),
     ]
-    records = run_ranks(trained, 4, chosen, family, "fp64", timeout=280)[0]
+    records = run_ranks(trained, 4, chosen, family, "fp64", STEPS, timeout=280)[0]
     for layout, record in zip(chosen, records, strict=True):
-        assert compare(record, reference(family, "fp64", layout.layers), 1e-9) == [], str(layout)
+        assert compare(record, reference(family, "fp64", layout.layers, STEPS), 1e-9) == [], str(layout)
 
 
 @pytest.mark.timeout(300)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from integration_tests.layouts import Layout, compare, small_run, train
+from integration_tests.layouts import Layout, compare, dataset_of, small_run, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,10 +64,11 @@ def run_twice(
 def train_each(chosen: Sequence[Way]) -> list[Record]:
     """The small run in one way after the other, on the same ranks; a rank's part of the test."""
     records = []
+    dataset = dataset_of(small_run(**SETTINGS))
     for layout, reentrant in chosen:
         config = small_run(layout, **SETTINGS)
         mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline)
-        trainer = Trainer(config, mesh)
+        trainer = Trainer(config, mesh, dataset=dataset)
         recompute(trainer.parts.module, reentrant=reentrant)
         results = [trainer.train_step() for _ in range(config.run.steps)]
         records.append(

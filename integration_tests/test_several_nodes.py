@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from integration_tests.layouts import Layout, compare, small_run, train
+from integration_tests.layouts import Layout, compare, dataset_of, small_run, train
 
 from shardweave.comm import Mesh, Topology
 from shardweave.comm.testing import run_ranks
@@ -43,10 +43,11 @@ CASES: tuple[tuple[Layout, int, dict[str, Any]], ...] = (
 def trained(cases: Sequence[tuple[Layout, int, dict[str, Any]]]) -> list[Record]:
     """All cases in turn, on the same ranks; rank 0 reports."""
     records = []
+    dataset = dataset_of(small_run(**RUN))
     for layout, nodes, settings in cases:
         config = small_run(layout, **RUN, **settings)
         mesh = mesh_of(config, layout_of(config), topology=Topology.told(8, 8 // nodes))
-        records.append(train_in_process(config, mesh, config.run.steps))
+        records.append(train_in_process(config, mesh, config.run.steps, dataset=dataset))
         mesh.close()
     return records if dist.get_rank() == 0 else []
 

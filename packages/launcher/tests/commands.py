@@ -28,6 +28,8 @@ from shardweave.launcher.cli import main
 
 COMMAND = [sys.executable, "-m", "shardweave.launcher"]
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
+SHORT = Path(__file__).with_name("short.txt")
+"""A text that takes no time to read, which the built-in one does on every rank."""
 ENDLESS = """
 run: {name: tiny, steps: 100000, eval_every: 0, device: cpu}
 model: {layers: 2, hidden: 16, heads: 2, sequence: 16}

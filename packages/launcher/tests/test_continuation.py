@@ -64,30 +64,48 @@ def _no_news(text: str) -> None:
     raise AssertionError(text)
 
 
-def test_b085_the_data_order_goes_on_within_an_epoch_and_at_its_end(tmp_path: Path) -> None:
-    sizes = [{"dp": 2}]
-    never = run_ranks(watched, 2, str(tmp_path / "never"), sizes, [], 15)[0]
+def each_watched(
+    folder: str, cases: Sequence[tuple[Sequence[dict[str, int]], Sequence[int], int]]
+) -> list[Seen]:
+    """`watched` for one case after the other, on the same ranks."""
+    return [watched(f"{folder}/{number}", *case) for number, case in enumerate(cases)]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """A run that never stops, and runs that do: within epochs of five steps, at their ends, and with other layouts."""
+    same = [{"dp": 2}]
+    changed = [{"dp": 2}, {"tp": 2}, {"dp": 1, "pp": 1, "tp": 2}]
+    cases = {
+        "never": (same, [], 16),
+        "within": (same, [3, 7, 11], 16),
+        "ends": (same, [5, 10], 16),
+        "changed": (changed, [3, 5, 8], 12),
+    }
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return dict(
+        zip(cases, run_ranks(each_watched, 2, folder, list(cases.values()), timeout=120)[0], strict=True)
+    )
+
+
+def test_b085_the_data_order_goes_on_within_an_epoch_and_at_its_end(seen: dict[str, Seen]) -> None:
+    never = seen["never"]
     epochs = [sorted(one for ids, *_ in never[start : start + 5] for one in ids) for start in (0, 5, 10)]
     assert epochs == [list(range(10))] * 3
     assert never[0][0] != never[5][0] or never[1][0] != never[6][0]  # another order in each epoch
-    for stops in ([7], [5], [10], [3, 7, 11]):
-        name = "-".join(map(str, stops))
-        assert run_ranks(watched, 2, str(tmp_path / name), sizes, stops, 15)[0] == never
+    assert seen["within"] == never
+    assert seen["ends"] == never
 
 
-@pytest.mark.parametrize("stop", [3, 11])
-def test_b086_the_learning_rate_goes_on(tmp_path: Path, stop: int) -> None:
-    never = run_ranks(watched, 2, str(tmp_path / "never"), [{"dp": 2}], [], 16)[0]
-    rates = [rate for _, rate, *_ in never]
+def test_b086_the_learning_rate_goes_on(seen: dict[str, Seen]) -> None:
+    """Through a stop during the warm-up, after three of its four steps, and through stops after it."""
+    rates = [rate for _, rate, *_ in seen["never"]]
     assert rates[:4] == sorted(rates[:4])
     assert len(set(rates)) > 12
-    assert run_ranks(watched, 2, str(tmp_path / "stopped"), [{"dp": 2}], [stop], 16)[0] == never
+    assert [rate for _, rate, *_ in seen["within"]] == rates
 
 
-def test_order_rate_step_and_loss_go_on_through_changes_of_the_layout(tmp_path: Path) -> None:
-    never = run_ranks(watched, 2, str(tmp_path / "never"), [{"dp": 2}], [], 12)[0]
-    sizes = [{"dp": 2}, {"tp": 2}, {"dp": 1, "pp": 1, "tp": 2}]
-    changed = run_ranks(watched, 2, str(tmp_path / "changed"), sizes, [3, 5, 8], 12)[0]
-    for right, found in zip(never, changed, strict=True):
+def test_order_rate_step_and_loss_go_on_through_changes_of_the_layout(seen: dict[str, Seen]) -> None:
+    for right, found in zip(seen["never"], seen["changed"], strict=False):
         assert (found[0], found[1], found[3]) == (right[0], right[1], right[3])
         assert abs(found[2] - right[2]) <= 1e-6 * right[2]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from packages.launcher.tests.commands import SHORT
 
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.assembly import layout_of_mesh
@@ -25,9 +26,10 @@ RUN: Mapping[str, Any] = {
     "model.heads": 4,
     "model.vocab": 259,
     "model.sequence": 8,
-    "batch.global": 8,
+    "batch.global": 4,
     "batch.micro": 1,
     "zero.stage": 3,
+    "data.source": SHORT,
 }
 FINE = {"comm.bucket_mb": 0.02}
 """Every matrix is a unit of its own."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from packages.launcher.tests.commands import run, run_fresh, start_joined
+from packages.launcher.tests.commands import SHORT, run, run_fresh, start_joined
 from torch import Tensor
 
 from shardweave.comm import Axis, Mesh, counts_here, set_sharding, sharding_of
@@ -45,7 +45,7 @@ from shardweave.zero import norm as zero_norm
 
 SMALL = (
     "precision=fp64", "model.layers=4", "model.hidden=16", "model.heads=4", "model.sequence=8", "model.vocab=257",
-    "batch.global=8", "batch.micro=1", "optimizer.warmup=1", "optimizer.lr=1e-2",
+    "batch.global=4", "batch.micro=1", "optimizer.warmup=1", "optimizer.lr=1e-2", f"data.source={SHORT}",
 )  # fmt: skip
 LLAMA = (
     "model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu", "model.embedding_norm=false",
@@ -75,7 +75,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             *CHUNKED,
             *GPT,
         ),
-        ("parallel.data=4", "zero.stage=2", "batch.global=16", *GPT),
+        ("parallel.data=4", "zero.stage=2", "batch.global=8", *GPT),
         (
             "parallel.data=2",
             "parallel.tensor=2",

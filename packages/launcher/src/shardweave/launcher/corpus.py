@@ -72,7 +72,7 @@ def _joined(source: str, documents: Iterator[bytes], words: ByteTokenizer) -> Co
     if not pieces:
         raise _problem(f"data.source: {source} holds no text: every document in it is empty")
     tokens = np.concatenate(pieces)
-    return Corpus(source, tokens, len(pieces) // 2, blake2b(tokens.tobytes(), digest_size=16).hexdigest())
+    return Corpus(source, tokens, len(pieces) // 2, blake2b(tokens.data, digest_size=16).hexdigest())
 
 
 def _problem(text: str) -> ConfigError:
