@@ -255,6 +255,7 @@ def lattice(session: nox.Session) -> None:
     install(session, PACKAGES)
     session.run("python", "-m", "integration_tests.lattice", *session.posargs, env=ENVIRONMENT)
     if not session.posargs:
+        session.run("python", "-m", "packages.pipeline.tests.test_builders_figures", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.every_layout", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.test_recompute", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.test_checkpoints", env=ENVIRONMENT)
