@@ -175,8 +175,10 @@ def test_experts_are_spread_among_data_ranks() -> None:
     assert text.endswith("use 1 or 2, or parallel.data=8")
     text = _misfit("model.experts=6", "parallel.expert=4")
     assert text == (
-        "`parallel.expert: 4` does not divide `model.experts: 6`: every rank has equally many; use 1 or 2"
+        "`parallel.expert: 4` does not divide `model.experts: 6`: every rank has equally many; use 1, 2, 3 or 6, or "
+        "another model.experts"
     )
+    assert "use 1 or 2, or another" in _misfit("model.experts=6", "parallel.expert=4", "parallel.data=4")
 
 
 def test_the_transformers_own_rules_name_the_launchers_keys() -> None:

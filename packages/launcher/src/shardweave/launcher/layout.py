@@ -221,7 +221,12 @@ def _expert_misfits(config: Config, layout: Layout, shape: TransformerConfig) ->
     if expert == 1 or layout.data % copies:
         return
     data = layout.data // copies
-    fitting = alternatives([size for size in divisors(data, near=expert) if shape.experts % size == 0])
+    follows = (
+        config.parallel.data == "auto" and layout.data == expert
+    )  # then there are as many as are asked for
+    fitting = alternatives(
+        [size for size in divisors(shape.experts, near=expert) if follows or data % size == 0]
+    )
     if data % expert:
         text = f"`parallel.expert: {expert}` does not divide the {data} data ranks (`parallel.data`"
         text += f" / `zero.replicas: {copies}`)" if copies > 1 else ")"
@@ -229,7 +234,7 @@ def _expert_misfits(config: Config, layout: Layout, shape: TransformerConfig) ->
         yield Problem(where, f"{text}; use {fitting}, or parallel.data={lcm(data, expert) * copies}")
     elif shape.experts % expert:
         text = f"`parallel.expert: {expert}` does not divide `model.experts: {shape.experts}`"
-        yield Problem(where, f"{text}: every rank has equally many; use {fitting}")
+        yield Problem(where, f"{text}: every rank has equally many; use {fitting}, or another model.experts")
 
 
 def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:
