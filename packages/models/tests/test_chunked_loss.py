@@ -72,15 +72,16 @@ def test_one_process_trains_as_with_all_logits() -> None:
 
 @pytest.mark.ranks(2)
 def test_two_ranks_train_as_one_process() -> None:
-    mesh = Mesh(tp=2)
+    mesh, split = Mesh(tp=2), {"sequence_parallel": True}
     with small_chunks():
         for config in (TIED, UNTIED):
-            for sequence_parallel in (False, True):
-                expect_equal_training(config, mesh, chunked_loss=True, sequence_parallel=sequence_parallel)
+            expect_equal_training(config, mesh, chunked_loss=True)
+            for option in ("chunked_loss", "keep_inputs", "decomposed"):
+                expect_equal_training(config, mesh, **split, **{option: True})
         for config in FAMILIES.values():
-            expect_equal_training(config, mesh, sequence_parallel=True, keep_inputs=True)
-            expect_equal_training(config, mesh, sequence_parallel=True, keep_inputs=True, chunked_loss=True)
-            expect_equal_training(config, mesh, sequence_parallel=True, decomposed=True)
+            expect_equal_training(
+                config, mesh, **split, keep_inputs=True, decomposed=True, chunked_loss=config is TIED
+            )
 
 
 @pytest.mark.ranks(4)
