@@ -1,7 +1,7 @@
 """All ranks of a pipeline in one process: the real stages, executions and mailboxes, and a wire that is a dictionary.
 
 Real ranks cost seconds to start and an interpreter each; a schedule of 8 ranks is 8 programs that this process can
-carry out in turn, each as far as it gets without waiting. What is not here is the transport, and ``Pipeline`` around it.
+carry out in turn, each as far as it gets without waiting. What is not here: the transport, and ``Pipeline`` around it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class Together:
         self.plan, self._tagged, self._recompute = plan, tagged, recompute
         self._programs = lower(plan) if tagged else tuple(map(_one_by_one, lower(plan)))
         self._stages = [
-            {stage: Stage(modules[stage], stage, plan.num_stages, loss, split) for stage in plan.stages_of(rank)}
+            {
+                stage: Stage(modules[stage], stage, plan.num_stages, loss, split)
+                for stage in plan.stages_of(rank)
+            }
             for rank in range(plan.num_ranks)
         ]
         self._shapes = [Shapes(dynamic_shapes) for _ in range(plan.num_ranks)]
@@ -102,10 +105,10 @@ class Together:
         ranks = range(self.plan.num_ranks)
         executions = [self._execution(rank, feed, wire) for rank in ranks]
         with ExitStack() as held:
-            holds = [
-                held.enter_context(Holds(self._stages[rank], self._programs[rank])) for rank in ranks
-            ]
-            self._in_turn([execution.steps(self._programs[r], holds[r]) for r, execution in enumerate(executions)])
+            holds = [held.enter_context(Holds(self._stages[rank], self._programs[rank])) for rank in ranks]
+            self._in_turn(
+                [execution.steps(self._programs[r], holds[r]) for r, execution in enumerate(executions)]
+            )
         assert wire.is_empty
         for shapes in self._shapes:
             shapes.settled = True
@@ -118,7 +121,11 @@ class Together:
         group = cast(dist.ProcessGroup, object())  # nobody communicates over it
         axis = Axis("pp", tuple(range(size)), rank, group if size > 1 else None)
         mailbox = Mailbox(
-            axis, self._shapes[rank], torch.device("cpu"), tagged=self._tagged, exchange=partial(wire.exchange, rank)
+            axis,
+            self._shapes[rank],
+            torch.device("cpu"),
+            tagged=self._tagged,
+            exchange=partial(wire.exchange, rank),
         )
         return Execution(self._stages[rank], mailbox, feed, self._recompute)
 
