@@ -93,8 +93,9 @@ def compare(plan: Schedule, *, tagged: bool = True, dynamic: bool = True, **opti
 def plans(ranks: int, micro_batches: Iterable[int]) -> Iterator[Schedule]:
     """Every schedule with 1, 2 and 3 chunks where it takes them."""
     for name, count in itertools.product(BUILDERS, micro_batches):
+        own = RULES[name].chunks
         if count >= RULES[name].least(ranks):
-            for chunks in (1, 2, 3) if RULES[name].chunks is None else (RULES[name].chunks,):
+            for chunks in (1, 2, 3) if own is None else (own,):
                 yield schedule(name, ranks=ranks, micro_batches=count, chunks=chunks)
 
 
