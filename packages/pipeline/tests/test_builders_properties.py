@@ -138,6 +138,7 @@ def shortest(its: Schedule, costs: Costs) -> float:
     way_from = dict.fromkeys(known, 0.0)
 
     def hop(source: Action, to: Action) -> float:
+        assert not callable(costs.message)
         return costs.message * (its.rank_of_stage[source.stage] != its.rank_of_stage[to.stage])
 
     def place(action: Action) -> tuple[int, int]:
