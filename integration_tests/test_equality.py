@@ -110,7 +110,7 @@ EXPERTS: dict[str, list[Layout]] = {
         Layout(tensor=2, pipeline=2, sequence=True, schedule="gpipe", stage=0),
     ],
 }
-"""Layouts of experts, with every other axis and every ZeRO stage, which shards experts over fewer ranks than the rest."""
+"""Layouts of experts, with every other axis and every ZeRO stage: it shards experts over fewer ranks than the rest."""
 
 
 @pytest.mark.timeout(300)
