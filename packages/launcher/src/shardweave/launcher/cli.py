@@ -15,6 +15,7 @@ import click
 from shardweave.launcher._version import __version__
 from shardweave.launcher.exit_status import INTERRUPTED, USAGE_ERROR
 from shardweave.launcher.request import Request
+from shardweave.launcher.schedule_command import schedule
 
 __all__ = ["main"]
 
@@ -185,6 +186,9 @@ def show(run: Path, tensors: bool, as_json: bool) -> None:
     from shardweave.launcher.looking import show_checkpoint
 
     sys.exit(show_checkpoint(run, tensors=tensors, as_json=as_json))
+
+
+cli.add_command(schedule)
 
 
 def _fill_standard_streams() -> None:

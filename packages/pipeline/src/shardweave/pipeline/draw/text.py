@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import groupby
+from math import ceil
 from typing import TYPE_CHECKING
 
 from .colours import KINDS
@@ -23,6 +24,9 @@ __all__ = ["draw", "grid", "program_grid"]
 
 MAX_COLUMNS = 400
 """Measured costs differ by fractions; a picture wider than this helps nobody."""
+
+_ROUNDING = 1e-6
+"""So much of a column is lost in sums of fractions."""
 
 _LONG = 40
 """A list of more cells than this is cut around its marks."""
@@ -50,7 +54,7 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     timings = [timing for row in timeline.timings for timing in row]
     durations = [timing.end - timing.start for timing in timings if timing.end > timing.start]
     unit = max(min(durations, default=1.0), timeline.step_time / MAX_COLUMNS)
-    num_columns = round(timeline.step_time / unit)
+    num_columns = ceil(timeline.step_time / unit - _ROUNDING)
     cell = max((len(_label(timing.action, timeline.schedule)) for timing in timings), default=1)
     names = _names(len(timeline.timings))
     block = num_columns
@@ -86,7 +90,8 @@ def _columns(row: Sequence[Timing], count: int, unit: float) -> list[tuple[Actio
     """What runs in each column and whether it begins there; ``None``: nothing."""
     columns: list[tuple[Action, bool] | None] = [None] * count
     for timing in row:
-        first, last = round(timing.start / unit), round(timing.end / unit)
+        # Downwards, both: so an action of one unit has a column also when it starts between two.
+        first, last = (int(time / unit + _ROUNDING) for time in (timing.start, timing.end))
         for column in range(first, last):
             columns[column] = timing.action, column == first
     return columns
