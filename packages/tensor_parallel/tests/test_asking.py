@@ -10,13 +10,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from packages.tensor_parallel.tests.reference import assert_near, values
+from packages.tensor_parallel.tests.reference import assert_near, part, values, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -278,6 +279,52 @@ def test_what_torch_does_to_modules() -> None:
     split.load_state_dict(torch.load(stream))
     assert_near(split(x).detach(), expected)
     assert sharding_of(split.get_parameter("0.weight")).splits
+
+
+@pytest.mark.ranks(2)
+def test_results_may_be_changed_in_place() -> None:
+    """As those of torch's layers: an activation in place, a residual added to them."""
+    tp, x = Mesh(tp=2).tp, values(4, 2, 8)
+    for dim, pieces in ((None, False), (0, False), (0, True)):
+        results = []
+        for axis in (tp, Axis.single()):
+            torch.manual_seed(0)
+            up = ColumnParallelLinear(8, 6, axis, sequence_dim=dim, decomposed=pieces, dtype=torch.float64)
+            down = RowParallelLinear(6, 8, axis, sequence_dim=dim, decomposed=pieces, dtype=torch.float64)
+            table = VocabParallelEmbedding(5, 8, axis, sequence_dim=dim, dtype=torch.float64)
+            ids = torch.arange(8).view(4, 2) % 5
+            y = table(ids)
+            y += part(x, axis, dim)
+            y = down(torch.relu_(up(y)))
+            y.add_(1)
+            y.square().sum().backward()
+            results.append((whole(y.detach(), axis, dim), up.weight, table.weight))
+        (found, *weights), (expected, *others) = results
+        assert_near(found, expected)
+        for one, other in zip(weights, others, strict=True):
+            assert other.grad is not None
+            assert_near(one.grad, other.grad[full_index(one)])
+
+
+@pytest.mark.ranks(2)
+def test_transformer_layers_of_torch_take_no_short_cut_in_evaluation() -> None:
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+    tp, x = Mesh(tp=2).tp, values(2, 3, 8)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
+    original = nn.TransformerEncoder(layer, 2).double().eval()
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        expected = original(x), original(x, src_key_padding_mask=padding)
+    split = deepcopy(original)
+    parallelize(split, {"layers.*.linear1": "column", "layers.*.linear2": "row"}, tp)
+    with torch.no_grad():
+        assert_near(split(x), expected[0])
+        # what is padded is 0 in torch's nested tensors and something else without them
+        assert_near(split(x, src_key_padding_mask=padding)[~padding], expected[1][~padding])
+    gather(split, tp)
+    with torch.no_grad():
+        assert torch.equal(split(x, src_key_padding_mask=padding), expected[1])
 
 
 @pytest.mark.ranks(2)

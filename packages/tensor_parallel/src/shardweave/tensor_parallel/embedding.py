@@ -163,9 +163,9 @@ class _Lookup(torch.autograd.Function):
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
     """Refuses ids outside ``0 .. size - 1``; looks only where that costs no waiting for a device."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{what}s of {ids.dtype}: they are whole numbers, of an integer dtype such as torch.int64"
+            f"{what}s of {ids.dtype}: they are whole numbers of torch.int64 or torch.int32; use .long()"
         )
     if ids.device.type != "cpu" or not ids.numel():
         return

@@ -24,7 +24,7 @@ from .plans import Plan, Style, resolve
 from .public_plans import plan_for
 from .replicas import mark_partial
 from .splitting import LayerOptions, split_layer
-from .surroundings import resolve_surroundings, withheld
+from .surroundings import resolve_surroundings, short_cuts, withheld
 
 __all__ = ["parallelize"]
 
@@ -105,7 +105,7 @@ def parallelize(
         _check_replaceable(path, modules[path])
         _check_heads(path, modules[path], style, axis)
     _check_marks(styles, sequence_dim)
-    changes = [*resolve_surroundings(module, plan, axis), *withheld(module)]
+    changes = [*resolve_surroundings(module, plan, axis), *short_cuts(module, split), *withheld(module)]
     if check:
         _check_same({path: modules[path] for path in split}, axis)
     replaced: dict[int, nn.Module] = {}

@@ -168,7 +168,7 @@ class _ColumnProduct(torch.autograd.Function):
         else:
             full = call.gathered(own)
             y = _outputs(as_rows(full), weights, biases, call)
-            y = y.view(*full.shape[:-1], y.shape[-1])
+            y = _shaped(y, (*full.shape[:-1], y.shape[-1]))
         ctx.save_for_backward((full if call.keep_inputs else own) if wanted else None)
         return y
 
@@ -217,7 +217,7 @@ class _RowProduct(torch.autograd.Function):
             multiply = _writes_outputs((weight,), (), call)
             y = scattered_product(own, multiply, weight.shape[0], call.axis, call.pieces_dim)
         else:
-            y = F.linear(as_rows(own), call.cast(weight)).view(*x.shape[:-1], weight.shape[0])
+            y = _shaped(F.linear(as_rows(own), call.cast(weight)), (*x.shape[:-1], weight.shape[0]))
             if call.sequence_dim is None:
                 y = comm.all_reduce(y, call.axis)
             else:
@@ -274,6 +274,12 @@ def _writes_outputs(weights: Sequence[Tensor], biases: Sequence[Tensor], call: C
             out.add_(bias)
 
     return multiply
+
+
+def _shaped(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """``rows`` of that shape, and no view for autograd: of a view that a function returns, nobody could change the
+    values in place (``relu_``, ``y += x``)."""
+    return cast(Tensor, torch.ops.aten._unsafe_view(rows, list(shape)))
 
 
 def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: Call) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,15 @@ from shardweave.comm import Axis, RandomFork, RandomStreams, split_range
 from .eager import eager
 from .plans import Cut, Plan, matching
 
-__all__ = ["AttributeChange", "Change", "Hook", "HookChange", "resolve_surroundings", "withheld"]
+__all__ = [
+    "AttributeChange",
+    "Change",
+    "Hook",
+    "HookChange",
+    "resolve_surroundings",
+    "short_cuts",
+    "withheld",
+]
 
 
 class Change:
@@ -91,6 +99,29 @@ class Withheld(Change):
         own = root.get_submodule(self.path).__dict__
         if own.get(self.name) is self.refuse:
             del own[self.name]
+
+
+class _NoShortCut(Hook):
+    """Does nothing: torch's layer takes its short cut past its children only where nobody watches them."""
+
+    def __call__(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        return None
+
+
+def short_cuts(module: nn.Module, split: Collection[str]) -> list[Change]:
+    """In evaluation, torch's transformer layers multiply with their children's weights themselves, which are slices.
+
+    ``split``: paths of the layers that are split.
+    """
+    changes: list[Change] = []
+    for path, part in module.named_modules():
+        if not any(inner.startswith(f"{path}." if path else "") for inner in split):
+            continue
+        if isinstance(part, nn.TransformerEncoderLayer):
+            changes.append(HookChange(path, _NoShortCut(), _before))
+        elif isinstance(part, nn.TransformerEncoder):  # makes nested tensors, for that short cut only
+            changes.append(AttributeChange(path, "use_nested_tensor", part.use_nested_tensor, False))
+    return changes
 
 
 def withheld(module: nn.Module) -> list[Change]:
