@@ -84,7 +84,11 @@ OPTIONS: tuple[Option, ...] = (
     _layout("form", "parallel.context_form", "ring", "all-to-all"),
     _layout("expert", "parallel.expert", 1, 2, 4),
     _layout("sequence", "parallel.sequence", False, True),
-    _layout("inputs", "parallel.keep_inputs", False, True),
+    Option(
+        "inputs",  # of products under sequence parallelism
+        {"again": {}, "kept": {"parallel.keep_inputs": True}, "pieces": {"parallel.decomposed": True}},
+        is_layout=True,
+    ),
     _layout("chunked_loss", "batch.chunked_loss", False, True),
     _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
     _layout("stage", "zero.stage", 0, 1, 2, 3),
@@ -183,8 +187,8 @@ def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
     return tensor > 1 or not sequence
 
 
-def _gathered_inputs_are_kept(inputs: bool, sequence: bool) -> bool:
-    return sequence or not inputs
+def _gathered_inputs_are_kept_or_come_in_pieces(inputs: str, sequence: bool) -> bool:
+    return sequence or inputs == "again"
 
 
 def _a_schedule_is_for_stages(schedule: str, pipeline: int) -> bool:
@@ -265,7 +269,7 @@ RULES: tuple[Rule, ...] = (
     _experts_are_spread_over_data_ranks,
     _experts_are_chosen_alike,
     _a_sequence_is_shared_by_tensor_ranks,
-    _gathered_inputs_are_kept,
+    _gathered_inputs_are_kept_or_come_in_pieces,
     _a_schedule_is_for_stages,
     _gradients_are_sharded_from_stage_two_on,
     _what_is_gathered_is_prefetched,

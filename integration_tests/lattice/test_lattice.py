@@ -43,6 +43,7 @@ from shardweave.launcher.unbuilt import table, unbuilt
 NOT_TRIED = {
     ("zero", "gradient_dtype"): "formats on their own are tried where they differ from the precision's",
     ("zero", "reduce_dtype"): "the same",
+    ("parallel", "decomposed"): "auto is false on a CPU",
     ("comm", "compression"): "what is not sent makes another run; top-k that sends all does not",
 }
 """Settings with choices of which not every built one is in the table, and why."""

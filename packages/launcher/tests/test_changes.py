@@ -46,6 +46,7 @@ def test_the_longest_path_decides() -> None:
         ("zero.max_live_parameters=1000", 0, 0),
         ("zero.keep_gathered=1000", 0, 0),
         ("parallel.keep_inputs=true", 0, 0),
+        ("parallel.decomposed=auto", 0, 0),
         ("batch.chunked_loss=true", 0, 0),
         ("run.name=other", 0, 0),
         ("data.source=/elsewhere", 0, 0),

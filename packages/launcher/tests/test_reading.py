@@ -40,7 +40,7 @@ model:
   router_bias: 0.0
 data:       {source: builtin, tokenizer: byte, validation: 0.05}
 parallel:   {data: auto, tensor: 1, pipeline: 1, context: 1, context_form: ring, expert: 1, sequence: true,
-             keep_inputs: false, schedule: 1f1b, chunks: 1}
+             keep_inputs: false, decomposed: false, schedule: 1f1b, chunks: 1}
 zero:       {stage: 1, offload: none, prefetch: auto, max_live_parameters: auto, keep_gathered: auto,
              shard_between_micro_batches: auto, gradient_dtype: auto, reduce_dtype: auto, replicas: 1}
 batch:      {global: 16, micro: 2, chunked_loss: false}

@@ -28,6 +28,10 @@ from shardweave.launcher.unbuilt import table, unbuilt
             "`parallel.keep_inputs: true` has no effect because `parallel.tensor` is 1",
         ),
         (
+            "parallel.decomposed=auto",
+            "`parallel.decomposed: auto` has no effect because `parallel.tensor` is 1",
+        ),
+        (
             "parallel.context_form=all-to-all",
             "`parallel.context_form: all-to-all` has no effect because `parallel.context` is 1",
         ),

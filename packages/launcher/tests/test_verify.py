@@ -99,7 +99,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             "model.layers=5",
             *GPT,
         ),
-        ("parallel.tensor=8", *EIGHT, *LLAMA),
+        ("parallel.tensor=8", "parallel.decomposed=true", *EIGHT, *LLAMA),
     ],
 }
 """Layouts by their number of ranks, as overrides of the small run."""

@@ -34,6 +34,7 @@ from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.unbuilt import unbuilt
 from shardweave.models import Transformer, TransformerConfig
 from shardweave.pipeline import Pipeline, schedule, tie
+from shardweave.tensor_parallel import Overlap, overlap_for
 from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer, decay_groups
 
 __all__ = ["DTYPES", "Assembly", "assemble", "device_of", "layout_of_mesh"]
@@ -118,6 +119,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         tensor=mesh.tp,
         sequence_parallel=config.parallel.sequence,
         keep_inputs=config.parallel.keep_inputs,
+        decomposed=_decomposed(config, mesh, device, dtype),
         chunked_loss=config.batch.chunked_loss,
         context=mesh.cp,
         context_form=config.parallel.context_form,
@@ -176,6 +178,16 @@ def _other_replicas(config: Config, mesh: Mesh) -> Iterator[Problem]:
             f"`zero.replicas: {config.zero.replicas}`, but the mesh has {found}; build it with "
             f"Mesh(..., replicas={wanted}), or use zero.replicas={found}",
         )
+
+
+def _decomposed(config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> bool | Overlap:
+    """Whether products are computed in pieces, or what decides it for each; collective over the tensor axis."""
+    wanted = config.parallel.decomposed
+    if isinstance(wanted, bool):
+        return wanted
+    if not config.parallel.sequence:
+        return False
+    return overlap_for(mesh.tp, mesh.topology.links, device=device, dtype=dtype)
 
 
 def _options(settings: OptimizerSettings) -> dict[str, Any]:

@@ -199,6 +199,10 @@ class Parallel(_Block):
     keep_inputs: Flag = False
     """Whether layers that gather their input from the tensor ranks' parts of the sequence keep it whole, and do not
     gather it again for the backward pass: a fifth fewer bytes, for memory."""
+    decomposed: Auto | Flag = False
+    """Whether layers that gather or scatter a sequence compute their products in pieces while others travel (Wang et
+    al., ASPLOS 2023); auto: where a prediction from measured links and products says that it pays, on an
+    accelerator."""
     schedule: Literal[
         "gpipe",
         "1f1b",

@@ -99,6 +99,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("parallel", "expert"), _DENSE),
     _Idle(("parallel", "sequence"), _NO_TENSOR),
     _Idle(("parallel", "keep_inputs"), _inputs_are_whole),
+    _Idle(("parallel", "decomposed"), _inputs_are_whole),
     _Idle(("parallel", "schedule"), _ONE_STAGE),
     _Idle(("zero", "shard_between_micro_batches"), _WHOLE_GRADIENTS),
     _Idle(("zero", "replicas"), _NO_SHARDS),
