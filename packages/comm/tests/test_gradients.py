@@ -59,6 +59,25 @@ def test_partial_sums_cover_unused_parameters_and_several_axes() -> None:
     assert mesh.ledger.total("tp", "all_reduce").calls == 1
 
 
+@pytest.mark.ranks(3)
+def test_partial_sums_take_one_order_on_all_ranks_whatever_the_order_of_parameters() -> None:
+    mesh = Mesh(pp=3)
+    pair, everyone, rank = mesh.pp.subset([0, 2]), mesh.pp.subset([0, 1, 2]), mesh.pp.rank
+    assert everyone is not None
+    mine = [("b", everyone), ("d", everyone)] + ([("a", pair), ("c", pair)] if pair is not None else [])
+    parameters = []
+    for name, axis in sorted(mine, reverse=rank == 0):
+        made = parameter([float(ord(name) + rank)] * 2)
+        comm.set_sharding(made, Sharding(name, (2,), partial=(axis,), tied=axis))
+        parameters.append(made)
+    comm.sum_partial_gradients(parameters)
+    for made in parameters:
+        record = comm.sharding_of(made)
+        assert record.tied is not None
+        assert made.grad is not None
+        assert made.grad.tolist() == [float(sum(ord(record.name) + its for its in record.tied.ranks))] * 2
+
+
 def test_clipping_leaves_small_and_broken_gradients_alone() -> None:
     axis = Axis.single()
     small, broken = parameter([0.3, 0.4]), parameter([math.inf, 1.0])

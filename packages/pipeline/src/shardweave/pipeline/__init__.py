@@ -11,7 +11,7 @@
 | `ScheduleError` | why a schedule cannot run |
 | `lower` | from a schedule to programs with sends and receives |
 | `partition`, `ranges_by_rank` | where to cut a list of layers with known costs |
-| `tie` | parameters that several stages share |
+| `tie`, `tie_all` | parameters that several stages share |
 | `Pipeline` | runs a schedule over the modules of this rank |
 """
 
@@ -30,6 +30,7 @@ from .partitioning import partition, ranges_by_rank
 from .report import Report
 from .runner import Pipeline
 from .schedules import Schedule
+from .tied_groups import tie_all
 from .ties import tie
 from .timeline import Timeline
 from .timing import Timing
@@ -54,4 +55,5 @@ __all__ = [
     "ranges_by_rank",
     "schedule",
     "tie",
+    "tie_all",
 ]

@@ -29,8 +29,8 @@ def tie(
     """Marks this rank's copy of parameters that the ranks of several stages share, and makes copies equal.
 
     Every rank that holds a copy calls it, for the same parameters in the same order; a rank that does not
-    must not have a parameter to tie. The copies take the values of the rank of the lowest stage (on the meta
-    device there are none to take). A whole module can be tied, with every parameter in it: a norm behind a
+    must not have a parameter to tie. Where there are several ties, :func:`tie_all` makes them in one order. The
+    copies take the values of the rank of the lowest stage (on the meta device there are none to take). A whole module can be tied, with every parameter in it: a norm behind a
     shared embedding is as much a part of the tie as the embedding.
 
     The record then says: ``tied`` and ``partial`` over the ranks that share it, ``exclusive`` on ``axis``.
@@ -53,8 +53,8 @@ def tie(
     Raises:
         ValueError: a stage that is not there, a rank that holds none of them, or copies of different shapes.
     """
-    ranks = _ranks(axis, stages, rank_of_stage)
-    parameters = _parameters(parameter)
+    ranks = ranks_of(axis, stages, rank_of_stage)
+    parameters = parameters_of(parameter)
     shared = axis.subset(ranks)
     if shared is None:
         raise ValueError(
@@ -63,6 +63,14 @@ def tie(
         )
     if shared.size > 1:
         _check_alike(parameters, shared)
+    mark(parameters, axis, shared)
+
+
+def mark(parameters: Iterable[Tensor], axis: Axis, shared: Axis) -> None:
+    """Records that the ranks of ``shared``, of ``axis``, hold copies, and gives them the first one's values.
+
+    All members of ``shared`` call it with copies of the same shapes in the same order.
+    """
     for its in parameters:
         record = sharding_of(its)
         exclusive = record.exclusive if axis in record.exclusive else (*record.exclusive, axis)
@@ -74,7 +82,8 @@ def tie(
         set_sharding(its, replace(record, exclusive=exclusive))
 
 
-def _ranks(axis: Axis, stages: Sequence[int], rank_of_stage: Sequence[int] | None) -> list[int]:
+def ranks_of(axis: Axis, stages: Sequence[int], rank_of_stage: Sequence[int] | None) -> list[int]:
+    """The ranks of these stages, in the order of the stages: the first holds the original."""
     places = range(axis.size) if rank_of_stage is None else rank_of_stage
     wrong = [stage for stage in stages if not 0 <= stage < len(places)]
     if wrong or not stages:
@@ -82,11 +91,11 @@ def _ranks(axis: Axis, stages: Sequence[int], rank_of_stage: Sequence[int] | Non
             f"tie over the stages {list(stages)} of {len(places)}: name stages from 0 to {len(places) - 1}"
             + ("" if rank_of_stage is not None else "; with several stages per rank pass rank_of_stage")
         )
-    # In the order of the stages: the first holds the original.
     return list(dict.fromkeys(places[stage] for stage in sorted(stages)))
 
 
-def _parameters(parameter: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[Tensor]:
+def parameters_of(parameter: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[Tensor]:
+    """What is tied, one by one."""
     if isinstance(parameter, nn.Module):
         return list(parameter.parameters())
     return [parameter] if isinstance(parameter, Tensor) else list(parameter)
