@@ -30,8 +30,9 @@ def tie(
 
     Every rank that holds a copy calls it, for the same parameters in the same order; a rank that does not
     must not have a parameter to tie. Where there are several ties, :func:`tie_all` makes them in one order. The
-    copies take the values of the rank of the lowest stage (on the meta device there are none to take). A whole module can be tied, with every parameter in it: a norm behind a
-    shared embedding is as much a part of the tie as the embedding.
+    copies take the values of the rank of the lowest stage (on the meta device there are none to take). A whole
+    module can be tied, with every parameter in it: a norm behind a shared embedding is as much a part of the tie
+    as the embedding.
 
     The record then says: ``tied`` and ``partial`` over the ranks that share it, ``exclusive`` on ``axis``.
     Gradients are complete after ``comm.sum_partial_gradients`` (``ZeroOptimizer`` does it by itself).
