@@ -43,6 +43,9 @@ BASE_REQUIREMENTS = (
     "torch", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "hatchling", "editables",
 )  # fmt: skip
 
+# Environments that see the base have its pip, too: to unpack one of their own takes five seconds.
+WITHOUT_PIP = ("--without-pip",)
+
 # One thread a rank: the ranks themselves fill the cores.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -163,7 +166,7 @@ def run_pytest(session: nox.Session, *arguments: str) -> None:
 # --- sessions ----------------------------------------------------------------------------------------------
 
 
-@nox.session
+@nox.session(venv_params=WITHOUT_PIP)
 @nox.parametrize("package", [*PACKAGES, "integration"], ids=[*PACKAGES, "integration"])
 def tests(session: nox.Session, package: str) -> None:
     """Tests one package beside only the layers below it; `integration` tests all of them together."""
@@ -176,7 +179,7 @@ def tests(session: nox.Session, package: str) -> None:
         run_pytest(session, f"packages/{package}/tests")
 
 
-@nox.session
+@nox.session(venv_params=WITHOUT_PIP)
 def lint(session: nox.Session) -> None:
     """Checks style (ruff), formatting (ruff format) and that imports point downwards (import-linter)."""
     install(session, PACKAGES, "ruff", "import-linter")
@@ -185,7 +188,7 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache")
 
 
-@nox.session
+@nox.session(venv_params=WITHOUT_PIP)
 def typecheck(session: nox.Session) -> None:
     """Checks the types of packages, tests and noxfile with mypy --strict."""
     install(session, PACKAGES, "mypy", "types-PyYAML", "nox")
@@ -225,14 +228,14 @@ def build(session: nox.Session) -> None:
     session.run(python, "-c", imports, external=True)
 
 
-@nox.session
+@nox.session(venv_params=WITHOUT_PIP)
 def quickstart(session: nox.Session) -> None:
     """Installs everything and trains the built-in run on 8 local ranks (data 2, tensor 2, pipeline 2)."""
     install(session, PACKAGES)
     session.run("shardweave", "train", str(QUICKSTART), *session.posargs, env=ENVIRONMENT)
 
 
-@nox.session
+@nox.session(venv_params=WITHOUT_PIP)
 @nox.parametrize("part", BENCHMARKS, ids=BENCHMARKS)
 def bench(session: nox.Session, part: str) -> None:
     """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
@@ -249,7 +252,7 @@ def bench(session: nox.Session, part: str) -> None:
         session.run("python", "-m", module, *session.posargs[1:], env=ENVIRONMENT)
 
 
-@nox.session
+@nox.session(venv_params=WITHOUT_PIP)
 def lattice(session: nox.Session) -> None:
     """Trains combinations of options on up to 8 ranks, each from another's checkpoint, against one process."""
     install(session, PACKAGES)
