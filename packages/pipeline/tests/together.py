@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, Message, Pending
 from shardweave.pipeline import Action, Schedule, lower
-from shardweave.pipeline.dependencies import dependencies
+from shardweave.pipeline.actions import Kind
 from shardweave.pipeline.execution import Execution, Holds
 from shardweave.pipeline.feed import Feed
 from shardweave.pipeline.mailbox import Mailbox, Shapes
@@ -152,11 +152,17 @@ class Together:
             return not waits or all(action in posted for action in heads)
         if not isinstance(step, Run):
             return True
-        needs = dependencies(step.action, self.plan.num_stages)
-        return all(
-            any(self.plan.rank_of_stage[action.stage] == rank or action in posted for action in need)
-            for need in needs
-        )
+        neighbour, made = _comes_from(step.action)
+        if not 0 <= neighbour < self.plan.num_stages or self.plan.rank_of_stage[neighbour] == rank:
+            return True
+        return any(Action(kind, neighbour, step.action.micro_batch) in posted for kind in made)
+
+
+def _comes_from(action: Action) -> tuple[int, tuple[Kind, ...]]:
+    """The stage that makes what an action is given, and by which kinds of work."""
+    if action.kind == "F":
+        return action.stage - 1, ("F",)
+    return (action.stage + 1, ("B", "I")) if action.is_backward else (-1, ())
 
 
 def _one_by_one(program: Program) -> Program:
