@@ -55,3 +55,15 @@ def test_every_stage_of_a_pipeline_has_its_own() -> None:
         text for _, text in overview_of("zero.stage=3", "parallel.data=2", "parallel.pipeline=2").details()
     ]
     assert sum(" gathered at a time, gradients " in line for line in lines) == 2
+
+
+def test_a_chunked_loss_holds_fewer_logits_and_kept_inputs_are_more() -> None:
+    """Two sequences of 8 tokens: their logits are kept and have a gradient, or are made twice and never kept."""
+
+    def activations(*overrides: str) -> int:
+        return overview_of("model.vocab=200000", "parallel.data=2", *overrides).largest[0].activations
+
+    hidden, logits = 16 * 128 * 4, 16 * 200_000 * 4
+    assert activations() - activations("batch.chunked_loss=true") == logits
+    split = ("parallel.tensor=2", "batch.chunked_loss=true")
+    assert activations(*split, "parallel.keep_inputs=true") - activations(*split) == 2 * 4 * hidden // 2

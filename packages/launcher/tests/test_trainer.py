@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardweave.comm import Mesh, all_gather
+from shardweave.comm import Axis, Links, Mesh, all_gather
 from shardweave.launcher import assembly
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import IGNORED, Dataset, MicroBatch
@@ -183,6 +183,26 @@ def _metrics_of_a_step(trainer: Trainer) -> dict[str, Any]:
     return Meter(trainer).stop(trainer.train_step()).record()
 
 
+@pytest.mark.ranks(2)
+def test_products_in_pieces_are_decided_by_what_is_measured() -> None:
+    """``auto`` measures the links of the tensor axis where nobody has, and the products; but nothing on a CPU."""
+    config, mesh = _config("parallel.tensor=2", "parallel.decomposed=auto"), Mesh(tp=2)
+    assert Trainer(config, mesh, dataset=_dataset(8, 0)).parts.module.decomposed is False
+    asked: list[Links] = []
+
+    def overlap(axis: Axis, links: Links, *, device: torch.device, dtype: torch.dtype) -> bool:
+        assert (axis, device.type, dtype) == (mesh.tp, "cuda", torch.bfloat16)
+        asked.append(links)
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "overlap_for", overlap)
+        assert assembly._decomposed(config, mesh, torch.device("cuda"), torch.bfloat16) is True
+        split = _config("parallel.tensor=2", "parallel.decomposed=auto", "parallel.sequence=false")
+        assert assembly._decomposed(split, mesh, torch.device("cuda"), torch.bfloat16) is False
+    assert [links.measured for links in asked] == [("node",)]
+
+
 @pytest.mark.ranks(4, timeout=120)
 def test_evaluations_that_do_not_divide_at_every_stage() -> None:
     """Five batches on four replicas, and fewer batches than replicas: at stage 3 all take part in each forward."""
@@ -191,7 +211,9 @@ def test_evaluations_that_do_not_divide_at_every_stage() -> None:
         reference = Trainer(_config("batch.micro=1"), Mesh.single(), dataset=dataset).evaluate()
         for stage in range(4):
             mesh = Mesh(dp=4)
-            trainer = Trainer(_config("batch.micro=1", f"zero.stage={stage}"), mesh, dataset=dataset)
+            chunked = f"batch.chunked_loss={'true' if stage % 2 else 'false'}"
+            config = _config("batch.micro=1", f"zero.stage={stage}", chunked)
+            trainer = Trainer(config, mesh, dataset=dataset)
             assert trainer.evaluate() == pytest.approx(reference, rel=1e-9)
             trainer.train_step()
             mesh.close()

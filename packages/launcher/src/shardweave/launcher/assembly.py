@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardweave.comm import Mesh
+from shardweave.comm import Mesh, measure_links
 from shardweave.comm.devices import accelerator
 from shardweave.launcher.communication import compression_of, num_replicas
 from shardweave.launcher.config import Config
@@ -181,13 +181,19 @@ def _other_replicas(config: Config, mesh: Mesh) -> Iterator[Problem]:
 
 
 def _decomposed(config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> bool | Overlap:
-    """Whether products are computed in pieces, or what decides it for each; collective over the tensor axis."""
+    """Whether products are computed in pieces, or what decides it for each; collective over all ranks.
+
+    Links are measured at the start over several nodes only, and the tensor axis is on one of them, as a rule.
+    """
     wanted = config.parallel.decomposed
     if isinstance(wanted, bool):
         return wanted
-    if not config.parallel.sequence:
+    if not config.parallel.sequence or mesh.tp.size == 1 or device.type == "cpu":
         return False
-    return overlap_for(mesh.tp, mesh.topology.links, device=device, dtype=dtype)
+    links = mesh.topology.links
+    if mesh.tp.link not in links.measured:
+        links = measure_links(mesh.topology, mesh.world).links
+    return overlap_for(mesh.tp, links, device=device, dtype=dtype)
 
 
 def _options(settings: OptimizerSettings) -> dict[str, Any]:
