@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from ..actions import Kind
     from ..timeline import Timeline
 
-__all__ = ["Box", "Picture", "Row", "picture"]
+__all__ = ["CHUNKS", "Box", "Picture", "Row", "picture"]
+
+CHUNKS = "line: stage of the rank, none the first, whole the last"
+"""What stands in the legend where ranks hold several stages."""
 
 MAX_COLUMNS = 20_000
 """Costs that differ by fractions, as measured ones do, are not drawn finer than this."""

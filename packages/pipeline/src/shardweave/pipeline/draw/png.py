@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .canvas import Canvas
 from .colours import HATCH, IDLE, INK, KINDS, PAPER
 from .glyphs import HEIGHT
-from .picture import Box, Picture, picture
+from .picture import CHUNKS, Box, Picture, picture
 
 if TYPE_CHECKING:
     from ..timeline import Timeline
@@ -21,8 +21,6 @@ GAP = 3
 MARGIN = 8
 MAX_WIDTH = 4000
 """Above this the picture is drawn at size 1 instead of 2, and above MAX_WIDTH * 4 its columns get narrower."""
-
-_CHUNKS = "line: stage of the rank, none the first, whole the last"
 
 
 def png(timeline: Timeline) -> bytes:
@@ -42,7 +40,7 @@ class _Drawing:
         figures = max((self._width(row.figures) for row in drawn.rows), default=0)
         right = self._left + self._line + size * 5 + figures
         legend = self._left + sum(self._entry(text) for _, text in drawn.legend)
-        legend += self._width(_CHUNKS) if drawn.has_chunks else 0
+        legend += self._width(CHUNKS) if drawn.has_chunks else 0
         width = max(right, legend, size * MARGIN + self._width(drawn.title)) + size * MARGIN
         height = size * (4 * MARGIN + 2 * HEIGHT + (ROW + GAP) * len(drawn.rows))
         colours = [PAPER, INK, IDLE, HATCH, *(colour.rgb for colour in KINDS.values())]
@@ -87,7 +85,7 @@ class _Drawing:
             self._write(x + size * (COLUMN + 4), top, text)
             x += self._entry(text)
         if self._drawn.has_chunks:
-            self._write(x, top, _CHUNKS)
+            self._write(x, top, CHUNKS)
 
     def _entry(self, text: str) -> int:
         return self._size * (COLUMN + 4 + 12) + self._width(text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from .colours import HATCH, IDLE, INK, KINDS, PAPER, Colour
-from .picture import Box, Picture, picture
+from .picture import CHUNKS, Box, Picture, picture
 
 if TYPE_CHECKING:
     from ..timeline import Timeline
@@ -29,7 +29,7 @@ def svg(timeline: Timeline) -> str:
     left = MARGIN + LETTER * max((len(row.name) for row in drawn.rows), default=0) + 8
     line = COLUMN * drawn.num_columns
     right = left + line + 8 + LETTER * max((len(row.figures) for row in drawn.rows), default=0)
-    legend = LETTER * sum(len(text) + 5 for _, text in [*drawn.legend, (None, _CHUNKS)])
+    legend = LETTER * sum(len(text) + 5 for _, text in [*drawn.legend, (None, CHUNKS)])
     width = max(right, left + legend, MARGIN + LETTER * len(drawn.title)) + MARGIN
     height = 2 * MARGIN + TEXT + 2 * ROW + (ROW + GAP) * len(drawn.rows)
     lines = [
@@ -47,9 +47,6 @@ def svg(timeline: Timeline) -> str:
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
-
-
-_CHUNKS = "line: stage of the rank, none the first, whole the last"
 
 
 def _rows(drawn: Picture, left: float, line: float) -> Iterator[str]:
@@ -88,7 +85,7 @@ def _legend(drawn: Picture, left: float, top: float) -> Iterator[str]:
         yield _text(left + COLUMN + 5, top + TEXT - 1, text)
         left += LETTER * (len(text) + 5)
     if drawn.has_chunks:
-        yield _text(left, top + TEXT - 1, _CHUNKS)
+        yield _text(left, top + TEXT - 1, CHUNKS)
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
