@@ -104,6 +104,8 @@ def test_b120_torch_counts_the_same(kv_heads: int) -> None:
     """With attention dropout the core is written out; torch's counter does not know the fused one of the CPU."""
     config = replace(_case(kv_heads), attention_dropout=0.1)
     assert _counted(Transformer(config), config) == flops(config, batch=1).model
+    chunked = Transformer(config, chunked_loss=True)
+    assert _counted(chunked, config) == flops(config, batch=1, chunked_loss=True).hardware
 
 
 def test_torch_counts_the_same_of_experts() -> None:
@@ -115,12 +117,21 @@ def test_torch_counts_the_same_of_experts() -> None:
 def test_b120_ranks_share_the_count() -> None:
     mesh = Mesh(tp=2)
     config = replace(_case(4), attention_dropout=0.1)
-    counted = torch.tensor(_counted(Transformer(config, tensor=mesh.tp, sequence_parallel=True), config))
-    assert all_reduce(counted, mesh.tp).item() == flops(config, batch=1).model
+    for kept, decomposed in ((False, False), (True, False), (False, True)):
+        model = Transformer(
+            config, tensor=mesh.tp, sequence_parallel=True, keep_inputs=kept, decomposed=decomposed
+        )
+        counted = torch.tensor(_counted(model, config))
+        assert all_reduce(counted, mesh.tp).item() == flops(config, batch=1).model
 
 
 def _counted(model: Transformer, config: TransformerConfig) -> int:
     tokens = torch.arange(config.sequence).unsqueeze(0)
-    with FlopCounterMode(display=False) as counter:
+    unknown = {torch.ops.aten.addmm_: _operations}  # to torch's counter
+    with FlopCounterMode(display=False, custom_mapping=unknown) as counter:
         model.loss(model(tokens), tokens).backward()
     return int(counter.get_total_flops())
+
+
+def _operations(total: torch.Size, left: torch.Size, right: torch.Size, **options: object) -> int:
+    return 2 * left.numel() * right[1]

@@ -21,6 +21,7 @@ from shardweave.models import (
     parts_from_ranges,
     preset,
 )
+from shardweave.tensor_parallel import head_loss
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -146,10 +147,9 @@ def test_a_chunked_loss_has_as_many_logits_as_are_there_at_once() -> None:
     plain, chunked = (
         memory(config, layout=RankLayout(chunked_loss=chunked)).activations for chunked in (False, True)
     )
-    logits, hidden = 1024 * (1 << 20) * 4, 1024 * 768 * 4
+    logits = 1024 * (1 << 20) * 4
+    assert head_loss._CHUNK_ON_CPU < head_loss._CHUNK_ON_ACCELERATOR == 1 << 26
     assert plain - chunked == logits + (logits - (1 << 26) * 4)
-    assert memory(config, layout=RankLayout(chunked_loss=True), in_flight=3).activations < 3 * chunked
-    assert hidden < logits / 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
