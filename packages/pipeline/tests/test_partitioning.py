@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from shardweave.pipeline import partition, ranges_by_rank
+from shardweave.pipeline import (
+    partition,
+    partition_by_layout,
+    partition_by_memory,
+    partition_by_sizes,
+    ranges_by_rank,
+    schedule,
+)
 
 
 def sizes(costs: list[float], stages: int) -> list[int]:
@@ -93,3 +100,123 @@ def test_no_stages_are_refused() -> None:
 def test_ranges_have_to_match_the_stages() -> None:
     with pytest.raises(ValueError, match="2 ranges for 4 stages"):
         ranges_by_rank(partition([1.0, 1.0], 2), (0, 1, 0, 1))
+
+
+# --- by memory ---------------------------------------------------------------------------------------------
+
+
+def test_stages_that_keep_more_micro_batches_get_fewer_items() -> None:
+    in_flight = schedule("1f1b", ranks=4, micro_batches=8).validate().peaks_of_stages
+    assert in_flight == (4, 3, 2, 1)
+    ranges = partition_by_memory([0] * 25, [1] * 25, in_flight)
+    assert [len(its) for its in ranges] == [3, 4, 6, 12]
+    assert [len(its) * number for its, number in zip(ranges, in_flight, strict=True)] == [12] * 4
+    # parameters take as much wherever they are
+    assert [len(its) for its in partition_by_memory([1] * 12, [0] * 12, in_flight)] == [3] * 4
+
+
+def test_memory_against_all_cuts() -> None:
+    generator = random.Random(6)
+    for _ in range(150):
+        count = generator.randint(1, 9)
+        stages = generator.randint(1, count)
+        fixed, kept = ([generator.choice([0, 1, 5, 40]) for _ in range(count)] for _ in range(2))
+        in_flight = [generator.randint(0, 4) for _ in range(stages)]
+
+        def takes(
+            cuts: tuple[int, ...],
+            fixed: list[int] = fixed,
+            kept: list[int] = kept,
+            in_flight: list[int] = in_flight,
+        ) -> list[int]:
+            ranges = itertools.pairwise((0, *cuts, len(fixed)))
+            return [
+                sum(fixed[a:b]) + number * sum(kept[a:b])
+                for (a, b), number in zip(ranges, in_flight, strict=True)
+            ]
+
+        best = min(
+            itertools.combinations(range(1, count), stages - 1),
+            key=lambda cuts: (max(takes(cuts)), sum(its**2 for its in takes(cuts)), cuts),
+        )
+        assert partition_by_memory(fixed, kept, in_flight) == [
+            range(a, b) for a, b in itertools.pairwise((0, *best, count))
+        ]
+
+
+def test_a_limit_of_memory_is_kept_or_refused() -> None:
+    assert partition_by_memory([2] * 6, [1] * 6, [2, 1], limit=12) == [range(2), range(2, 6)]
+    message = "into 2 stages takes 12 bytes on stage 1, above the limit of 11; use more stages"
+    with pytest.raises(ValueError, match=message):
+        partition_by_memory([2] * 6, [1] * 6, [2, 1], limit=11)
+
+
+@pytest.mark.parametrize(
+    "fixed, kept, in_flight, message",
+    [
+        ([1, 1], [1], [1], "2 items have fixed memory and 1 keep some"),
+        ([1, -1], [1, 1], [1], "the fixed memory of item 1 is -1"),
+        ([1, 1], [1, -2], [1], "the kept memory of item 1 is -2"),
+        ([1], [1], [1, 1], "1 items cannot fill 2 stages"),
+        ([1], [1], [-1], "-1 micro-batches in flight on stage 0"),
+        ([1], [1], [], "into 0 stages"),
+    ],
+)
+def test_impossible_memory_is_refused(
+    fixed: list[int], kept: list[int], in_flight: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition_by_memory(fixed, kept, in_flight)
+
+
+# --- by hand -----------------------------------------------------------------------------------------------
+
+
+def test_b037_sizes_given_by_hand_leave_nothing_out() -> None:
+    assert partition_by_sizes([3, 5, 4], 12) == [range(3), range(3, 8), range(8, 12)]
+    for sizes_, items in (([3, 5], 9), ([3, 5], 7), ([3, 0, 5], 8), ([9, -1], 8), ([], 1)):
+        with pytest.raises(
+            ValueError, match=f"make {sum(sizes_)}, and there are {items}; give every stage one item"
+        ):
+            partition_by_sizes(sizes_, items)
+
+
+@pytest.mark.parametrize(
+    "layout, expected",
+    [
+        ("Et*3|t*4|t*4L", [4, 4, 5]),
+        ("E t*3 | (t*4 |)*2 L", [4, 4, 4, 1]),
+        ("E, t*3, | (t, t, | t*2)*2 | L", [4, 2, 4, 2, 1]),
+        ("E(t|t)*5 t | L", [2, 2, 2, 2, 2, 2, 1]),
+        ("((E) t * 11) | L", [12, 1]),
+        ("E(t|)*0 t*11 L", [13]),
+    ],
+)
+def test_layouts_by_letters(layout: str, expected: list[int]) -> None:
+    ranges = partition_by_layout(layout, "E" + "t" * 11 + "L")
+    assert [len(its) for its in ranges] == expected
+    assert [item for its in ranges for item in its] == list(range(13))
+
+
+@pytest.mark.parametrize(
+    "layout, message",
+    [
+        (
+            "E t*10 | L",
+            r"has the pieces E t\*10 L, and the model has E t\*11 L; name each piece of the model once",
+        ),
+        ("t*11 E | L", r"has the pieces t\*11 E L, and"),
+        ("", "has the pieces none, and the model"),
+        ("E t*11 || L", "stage 1 has no piece"),
+        ("E t*11 L |", "stage 1 has no piece"),
+        ("E t*11 - L", "'-' at place 7 is neither a letter"),
+        ("E (t*11 | L", "a parenthesis is not closed"),
+        ("E t*11) | L", "a parenthesis is closed that was not opened"),
+        ("*2 E t*11 L", r"'\*2' has no letter or parentheses in front"),
+        ("E |*2 t*11 L", r"'\*2' has no letter or parentheses in front"),
+        ("E t*99999999999 L", r"makes more than 1,000,000 pieces"),
+    ],
+)
+def test_layouts_that_fit_no_model_are_refused(layout: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition_by_layout(layout, "E" + "t" * 11 + "L")

@@ -10,7 +10,9 @@
 | `Timeline` | what it gives: bubble, idle time, memory over time, critical path |
 | `ScheduleError` | why a schedule cannot run |
 | `lower` | from a schedule to programs with sends and receives |
-| `partition`, `ranges_by_rank` | where to cut a list of layers with known costs |
+| `partition` | where to cut a list of layers with known costs |
+| `partition_by_memory`, `partition_by_sizes`, `partition_by_layout` | by bytes, by hand, by a string of letters |
+| `ranges_by_rank` | what each rank builds of it |
 | `tie`, `tie_all` | parameters that several stages share |
 | `Pipeline` | runs a schedule over the modules of this rank |
 """
@@ -24,9 +26,10 @@ from .builders.forward_only import forward_only
 from .builders.keep import keep
 from .costs import Costs, PieceCosts
 from .errors import ScheduleError
+from .layout_text import partition_by_layout
 from .lowering import lower
 from .memory import MemoryAt
-from .partitioning import partition, ranges_by_rank
+from .partitioning import partition, partition_by_memory, partition_by_sizes, ranges_by_rank
 from .report import Report
 from .runner import Pipeline
 from .schedules import Schedule
@@ -52,6 +55,9 @@ __all__ = [
     "keep",
     "lower",
     "partition",
+    "partition_by_layout",
+    "partition_by_memory",
+    "partition_by_sizes",
     "ranges_by_rank",
     "schedule",
     "tie",
