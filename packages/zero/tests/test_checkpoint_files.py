@@ -27,6 +27,7 @@ from shardweave.zero.checkpoint import (
     CheckpointError,
     CheckpointWriteError,
     checkpoint_path,
+    chunk_file,
     complete_checkpoints,
     damaged_files,
     folder,
@@ -201,7 +202,7 @@ def test_every_file_is_plain_safetensors_under_the_names_of_the_tensors(original
     entries = {name: tensor for one in FILES[:2] for name, tensor in load_file(original / one).items()}
     for name, entry in manifest.tensors.items():
         for chunk in entry.chunks:
-            found = entries.pop(storage.entry_name(name, chunk.rectangle, entry.shape))
+            found = entries.pop(chunk_file.entry_name(name, chunk.rectangle, entry.shape))
             assert tuple(found.shape) == chunk.rectangle.sizes
     assert entries == {}
     for name, file in manifest.files.items():

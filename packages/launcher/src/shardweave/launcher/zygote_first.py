@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # imported when the zygote runs
 
 __all__ = ["with_zygote"]
 
-_MODULES = ("numpy", "shardweave.launcher.rank_entry")
+_MODULES = ("numpy", "shardweave.launcher.rank_entry", "shardweave.zero.checkpoint.storage")
+"""The last is imported by the first save otherwise, on every rank."""
 
 
 def with_zygote(modules: Sequence[str], work: Callable[[Zygote], int]) -> int:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardweave.comm import Axis, all_reduce, broadcast_value, gather_values
 from shardweave.comm.devices import local_device
@@ -21,12 +19,10 @@ from . import folder
 from .errors import CheckpointError, CheckpointMismatch
 from .manifest import Manifest
 from .placed import Placed, PlacedTensors
-from .planning import PlacedLoadPlanner
 from .receiving import Request, request_of
 from .residuals import PREFIX as RESIDUAL
 from .residuals import ResidualLoader
 from .saving import extra_tensors, failures, stream_tensors
-from .storage import Reader
 from .streams import capture_streams, reseed_streams, restore_streams
 
 __all__ = ["Loaded", "load_checkpoint", "read_manifest_together"]
@@ -141,6 +137,13 @@ def _agree(
 
 
 def _read(path: Path, tensors: PlacedTensors, manifest: Manifest, world: Axis, patience: float) -> None:
+    # Imported here, as in all of this package: DCP takes a second that whoever only looks at checkpoints need not wait.
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from .planning import PlacedLoadPlanner
+    from .storage import Reader
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is uninitialized": one process is no mistake

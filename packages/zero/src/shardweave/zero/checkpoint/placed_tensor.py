@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from .placed import Placed
-from .planning import chunk_of, write_items
+
+if TYPE_CHECKING:  # and imported by whoever saves or loads, see `loading._read`
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["PlacedTensor"]
 
@@ -45,9 +46,13 @@ class PlacedTensor(Tensor):
         return f"PlacedTensor({self.placed.shape}, {self.placed.dtype}, here: {blocks})"
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        from .planning import write_items
+
         return list(write_items(name, self.placed))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from .planning import chunk_of
+
         return [chunk_of(rectangle) for rectangle, _ in self.placed.blocks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

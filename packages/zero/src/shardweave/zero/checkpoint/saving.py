@@ -9,12 +9,10 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardweave.comm import Axis, gather_values
 
@@ -25,10 +23,11 @@ from .errors import CheckpointWriteError
 from .manifest import Manifest
 from .placed import Placed, PlacedTensors
 from .plain import to_plain
-from .planning import PlacedSavePlanner
 from .residuals import residual_tensors
-from .storage import Writer
 from .streams import capture_streams
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
 
 __all__ = ["extra_tensors", "save_checkpoint", "stream_tensors"]
 
@@ -93,6 +92,12 @@ def save_checkpoint(
 
 def write(path: Path, tensors: PlacedTensors, rest: Manifest, world: Axis) -> None:
     """Lets DCP plan and write into the partial directory, which is there; the first rank makes it whole."""
+    from torch.distributed.checkpoint.api import CheckpointException  # here: see `loading._read`
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from .planning import PlacedSavePlanner
+    from .storage import Writer
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is uninitialized": one process is no mistake

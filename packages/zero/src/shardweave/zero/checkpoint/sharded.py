@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from ..optimizer import ZeroOptimizer
 from ..shards import ShardPiece, settings
 from .contents import check_names, placed_state
 from .placed_tensor import PlacedTensor
 from .restoring import ElementStates, give_settings, give_states, only_one
+
+if TYPE_CHECKING:  # see `loading._read`
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 __all__ = ["load_sharded_state_dict", "sharded_state_dict"]
 
@@ -138,6 +140,8 @@ class _Places:
 
 def _memory(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
     """Room for one entry."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
     if isinstance(entry, BytesStorageMetadata):
         return None  # DCP puts the value in its place
     return torch.empty(entry.size, dtype=entry.properties.dtype)

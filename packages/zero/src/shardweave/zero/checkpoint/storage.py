@@ -11,16 +11,13 @@ On the way back, every chunk that is read is compared with its CRC-32 before an 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
-import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -38,11 +35,12 @@ from torch.futures import Future
 from shardweave.comm import Rectangle
 
 from . import folder
+from .chunk_file import ChunkFile, check_header, crc32_of, entry_name
 from .errors import CheckpointError
-from .manifest import Chunk, FileEntry, Manifest, TensorEntry
+from .manifest import Chunk, Manifest, TensorEntry
 from .planning import metadata_of, rectangle_of
 
-__all__ = ["ChunkFile", "Reader", "Writer", "check_header", "entry_name", "rank_file"]
+__all__ = ["Reader", "Writer", "rank_file"]
 
 _LOOK_EVERY = 0.05  # seconds between looks for a file that is not there yet
 
@@ -50,16 +48,6 @@ _LOOK_EVERY = 0.05  # seconds between looks for a file that is not there yet
 def rank_file(rank: int) -> str:
     """The name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def entry_name(tensor: str, rectangle: Rectangle, shape: Sequence[int]) -> str:
-    """What a chunk is called in its file: the tensor's own name when it is all of it."""
-    if rectangle.sizes == tuple(shape):
-        return tensor
-    ranges = (
-        f"{start}:{start + size}" for start, size in zip(rectangle.offsets, rectangle.sizes, strict=True)
-    )
-    return f"{tensor}[{','.join(ranges)}]"
 
 
 class Writer(StorageWriter):
@@ -115,7 +103,7 @@ class Writer(StorageWriter):
             assert item.tensor_data is not None
             values = data.detach().cpu().contiguous()
             tensors[entry_name(item.index.fqn, rectangle, item.tensor_data.size)] = values
-            chunks.append((item.index, Chunk(rectangle, name, _crc32(values))))
+            chunks.append((item.index, Chunk(rectangle, name, crc32_of(values))))
         try:
             save_file(tensors, file)
         except SafetensorError as error:  # a full disk, too, is one of these
@@ -196,54 +184,6 @@ class Reader(StorageReader):
         check_header(file, entry)
 
 
-def check_header(file: Path, entry: FileEntry) -> None:
-    """Compares size and header of a file with the index."""
-    try:
-        size = file.stat().st_size
-        if size != entry.bytes:
-            raise CheckpointError(f"{file} has {size} bytes and should have {entry.bytes}")
-        if folder.header_crc32(file) != entry.header_crc32:
-            raise CheckpointError(f"{file} is damaged: its header is not the one that was written")
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-
-
-class ChunkFile:
-    """One file of a checkpoint, open for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._opened: Any = None
-
-    def __enter__(self) -> ChunkFile:
-        try:
-            self._opened = safe_open(self._path, framework="pt", device="cpu")
-            self._opened.__enter__()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path} is damaged: {error}") from None
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.__exit__(*error)
-
-    def read(self, tensor: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
-        """One chunk, on the CPU, in the shape of its rectangle, after comparing it with its checksum.
-
-        CheckpointError: the file does not have it, or has other bytes.
-        """
-        name = entry_name(tensor, chunk.rectangle, entry.shape)
-        try:
-            values: Tensor = self._opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path} is damaged: {name}: {error}") from None
-        wrong_kind = (
-            str(values.dtype) != f"torch.{entry.dtype}" or tuple(values.shape) != chunk.rectangle.sizes
-        )
-        if wrong_kind or _crc32(values) != chunk.crc32:
-            raise CheckpointError(f"{self._path} is damaged: {name} is not what was written")
-        return values
-
-
 def _block(item: WriteItem) -> Rectangle:
     assert item.tensor_data is not None
     return rectangle_of(item.tensor_data.chunk)
@@ -253,9 +193,3 @@ def _part(item: ReadItem) -> tuple[slice, ...]:
     return tuple(
         slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True)
     )
-
-
-def _crc32(values: Tensor) -> int:
-    """Of a contiguous CPU tensor's bytes, without a copy."""
-    size = values.numel() * values.element_size()
-    return zlib.crc32((ctypes.c_char * size).from_address(values.data_ptr())) if size else 0

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .chunk_file import ChunkFile, check_header
 from .errors import CheckpointError
 from .folder import read_manifest
 from .manifest import Chunk, Manifest, TensorEntry
-from .storage import ChunkFile, check_header
 
 __all__ = ["parameter_names_of", "read_tensors"]
 
