@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 
 from .colours import Colour
-from .glyphs import WIDTH, dots
+from .glyphs import WIDTH, strokes
 
 __all__ = ["Canvas"]
 
@@ -22,31 +22,40 @@ class Canvas:
 
     def __init__(self, width: int, height: int, colours: Sequence[Colour]) -> None:
         self.width, self.height = width, height
-        self._colours = list(colours)
+        self._colours = {colour: bytes([number]) for number, colour in enumerate(colours)}
         self._lines = [bytearray(width) for _ in range(height)]
 
     def fill(self, x: int, y: int, width: int, height: int, colour: Colour) -> None:
         """A rectangle whose upper left corner is (x, y); what lies outside is cut off."""
         left, right = max(x, 0), min(x + width, self.width)
         if left < right:
-            part = bytes([self._colours.index(colour)]) * (right - left)
+            part = self._colours[colour] * (right - left)
             for line in self._lines[max(y, 0) : max(y + height, 0)]:
                 line[left:right] = part
 
     def hatch(
-        self, x: int, y: int, width: int, height: int, *, lines: Colour, every: int, thick: int
+        self,
+        x: int,
+        y: int,
+        width: int,
+        height: int,
+        *,
+        ground: Colour,
+        lines: Colour,
+        every: int,
+        thick: int,
     ) -> None:
-        """Lines that rise to the right over a rectangle, one every ``every`` dots and ``thick`` dots wide."""
-        colour = self._colours.index(lines)
+        """A rectangle of ``ground`` under lines that rise to the right, one every ``every`` dots, ``thick`` wide."""
+        period = self._colours[lines] * thick + self._colours[ground] * (every - thick)
+        whole = period * (width // every + 2)
         for row in range(max(y, 0), min(y + height, self.height)):
-            for start in range(-((row - y) % every), width, every):
-                for column in range(max(start, 0), min(start + thick, width)):
-                    self._lines[row][x + column] = colour
+            shift = (row - y) % every
+            self._lines[row][x : x + width] = whole[shift : shift + width]
 
     def write(self, x: int, y: int, text: str, colour: Colour, *, size: int) -> None:
         """A line of text whose upper left corner is (x, y), every dot of a letter ``size`` dots wide."""
-        for column, row in dots(text):
-            self.fill(x + size * column, y + size * row, size, size, colour)
+        for start, end, row in strokes(text):
+            self.fill(x + size * start, y + size * row, size * (end - start), size, colour)
 
     @staticmethod
     def text_width(text: str, size: int) -> int:
@@ -62,7 +71,7 @@ class Canvas:
                 _SIGNATURE,
                 _chunk(b"IHDR", header),
                 _chunk(b"PLTE", bytes(part for colour in self._colours for part in colour)),
-                _chunk(b"IDAT", zlib.compress(dots_of_lines, 9)),
+                _chunk(b"IDAT", zlib.compress(dots_of_lines)),
                 _chunk(b"IEND", b""),
             )
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 
-__all__ = ["GLYPHS", "HEIGHT", "WIDTH", "dots"]
+__all__ = ["GLYPHS", "HEIGHT", "WIDTH", "strokes"]
 
 WIDTH = 5
 HEIGHT = 7
@@ -72,10 +73,22 @@ GLYPHS = dict(_read(_SHEET))
 """By character: seven lines of five columns, in which a dot is ``#``."""
 
 
-def dots(text: str) -> Iterator[tuple[int, int]]:
-    """The (column, row) of every dot of a line of text; small letters as capitals, what is not drawn as a gap."""
+_STROKES = {
+    character: tuple(
+        (match.start(), match.end(), row)
+        for row, line in enumerate(lines)
+        for match in re.finditer("#+", line)
+    )
+    for character, lines in GLYPHS.items()
+}
+
+
+def strokes(text: str) -> Iterator[tuple[int, int, int]]:
+    """The (first column, column behind the last, row) of the dots of a line of text.
+
+    Small letters are drawn as capitals, and what has no picture as a gap.
+    """
     for position, character in enumerate(text.upper()):
-        for row, line in enumerate(GLYPHS.get(character, ())):
-            yield from (
-                (position * (WIDTH + 1) + column, row) for column, dot in enumerate(line) if dot == "#"
-            )
+        left = position * (WIDTH + 1)
+        for start, end, row in _STROKES.get(character, ()):
+            yield left + start, left + end, row

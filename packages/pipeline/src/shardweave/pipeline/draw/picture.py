@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from .colours import NAMES
@@ -24,8 +25,8 @@ __all__ = ["CHUNKS", "Box", "Picture", "Row", "picture"]
 CHUNKS = "line: stage of the rank, none the first, whole the last"
 """What stands in the legend where ranks hold several stages."""
 
-MAX_COLUMNS = 20_000
-"""Costs that differ by fractions, as measured ones do, are not drawn finer than this."""
+_FINEST = 4
+"""Actions shorter than this part of the usual one, as measured costs may have them, do not widen the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A timeline as rows of boxes. A column is the shortest action."""
+    """A timeline as rows of boxes. A column is the shortest action of those that are not very short."""
 
     title: str
     rows: tuple[Row, ...]
@@ -74,7 +75,7 @@ def picture(timeline: Timeline) -> Picture:
     """The rows of a simulated step."""
     schedule = timeline.schedule
     durations = [t.end - t.start for row in timeline.timings for t in row if t.end > t.start]
-    unit = max(min(durations, default=1.0), timeline.step_time / MAX_COLUMNS) or 1.0
+    unit = max(min(durations), median(durations) / _FINEST) if durations else 1.0
     rows = []
     for rank, timings in enumerate(timeline.timings):
         stages = schedule.stages_of(rank)

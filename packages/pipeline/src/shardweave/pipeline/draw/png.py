@@ -19,15 +19,17 @@ COLUMN = 14
 ROW = 17
 GAP = 3
 MARGIN = 8
-MAX_WIDTH = 4000
-"""Above this the picture is drawn at size 1 instead of 2, and above MAX_WIDTH * 4 its columns get narrower."""
+MAX_WIDTH = 6000
+"""A wider picture is drawn at size 1 instead of 2."""
+LIMIT = 16_000
+"""Columns get narrower so that no picture's lines are longer than this."""
 
 
 def png(timeline: Timeline) -> bytes:
     """A picture of ``timeline``; the same bytes for the same timeline, with the same zlib."""
     drawn = picture(timeline)
     size = 2 if 2 * COLUMN * drawn.num_columns <= MAX_WIDTH else 1
-    column = min(size * COLUMN, 4 * MAX_WIDTH / max(drawn.num_columns, 1))
+    column = min(size * COLUMN, LIMIT / max(drawn.num_columns, 1))
     return _Drawing(drawn, size, column).canvas.png()
 
 
@@ -91,8 +93,8 @@ class _Drawing:
         return self._size * (COLUMN + 4 + 12) + self._width(text)
 
     def _idle(self, x: int, y: int, width: int, height: int) -> None:
-        self.canvas.fill(x, y, width, height, IDLE)
-        self.canvas.hatch(x, y, width, height, lines=HATCH, every=6 * self._size, thick=self._size)
+        size = self._size
+        self.canvas.hatch(x, y, width, height, ground=IDLE, lines=HATCH, every=6 * size, thick=size)
 
     def _write(self, x: int, y: int, text: str) -> None:
         self.canvas.write(x, y, text, INK, size=self._size)
