@@ -32,6 +32,7 @@ from shardweave.tensor_parallel import (
     Plan,
     RowParallelLinear,
     StackedLinear,
+    TopKRouter,
     VocabParallelEmbedding,
     assert_replicas_equal,
     column_linear,
@@ -104,6 +105,25 @@ def mistakes(mesh: Mesh) -> Iterator[tuple[Callable[[], object], str]]:
         lambda: Plan({}, arguments=cut),
         r"arguments of a plan have '': Cut\(.*what they stand for is a mapping",
     )
+    cut = {"": {"bias": (0, 4)}}
+    yield lambda: Plan({}, arguments=cut), r"argument 'bias' of '' is to be cut by \(0, 4\): give a Cut"
+    yield lambda: Cut(-1, 4), "dim=-1, size=4.: a dimension counted from the front"
+    parts: Any = [8, 8]
+    yield (
+        lambda: FusedColumnLinear(8, parts, tp),
+        r"parts=\[8, 8\]: a fused layer has one part or more, by name",
+    )
+    tensor: Any = values(3)
+    yield lambda: mark_partial(tensor, tp), "a Tensor is to be marked: give a module, a parameter"
+    yield lambda: assert_replicas_equal(tensor, tp), "a Tensor is to be compared: give the module"
+    yield lambda: cut_context(x, tp, 2), r"dim 2 is no dimension of x of shape \(4, 8\)"
+    router = TopKRouter(8, 4, 2, bias=True)
+    yield (
+        lambda: router.move_bias(torch.zeros(5), 0.1),
+        r"counts of shape \(5,\) for 4 experts; give Routed.counts",
+    )
+    k: Any = 2.0
+    yield lambda: TopKRouter(8, 4, k), "k=2.0 of 4 experts"
     yield lambda: parallelize(split_mlp(tp), PLAN, tp), "'0' is split already .* call gather"
     yield (
         lambda: parallelize(cast(Any, mlp().state_dict()), PLAN, tp),
@@ -222,6 +242,12 @@ def test_what_only_another_rank_shows_is_told_at_the_first_call() -> None:
         ValueError, match=r"over ranks \[0, 1\] has made equal, .* process_group=mesh.data.group"
     ):
         split(values(4, 8))
+    spread = Mesh(dp=2, ep=2)
+    experts = MixtureOfExperts(8, 8, 4, 2, ep=spread.ep, reduced=spread.expert_data)
+    with pytest.raises(
+        ValueError, match=r"has made equal, .* of axis 'ep'.* leave it unwrapped: shardweave.zero's"
+    ):
+        DistributedDataParallel(experts, process_group=spread.data.group)(values(3, 2, 8).float())
     wrapped = DistributedDataParallel(mlp(), process_group=mesh.data.group)
     wrapped(values(4, 8, seed=tp.rank)).sum().backward()
     grad = wrapped.module[0].weight.grad

@@ -208,6 +208,7 @@ def test_marking() -> None:
     comm.set_sharding(norm.bias, Sharding("norm.bias", (4,)))
     mark_partial(norm, axis)
     mark_partial([norm.weight], axis)  # twice is once
+    mark_partial(norm.weight, axis)
     assert sharding_of(norm.weight) == Sharding("", (4,), partial=(axis,))
     assert sharding_of(norm.bias) == Sharding("norm.bias", (4,), partial=(axis,))
     with pytest.raises(ValueError, match="is split over axis 'tp'"):

@@ -16,7 +16,7 @@ from shardweave.comm import Axis, all_gather
 
 from .eager import eager
 
-__all__ = ["Alike"]
+__all__ = ["Alike", "refuse_wrapper"]
 
 
 class Alike:
@@ -76,12 +76,15 @@ class Alike:
     def _check_wrapper(self, axis: Axis) -> None:
         """Asked once: DistributedDataParallel, which gave all its ranks the first one's weights, has other ranks."""
         if not self._wrapper and axis.size > 1:
-            _refuse_wrapper(axis)
+            refuse_wrapper(
+                axis, "wrap it with process_group=mesh.data.group, the ranks that do hold the same"
+            )
             self._wrapper = True
 
 
 @eager
-def _refuse_wrapper(axis: Axis) -> None:
+def refuse_wrapper(axis: Axis, remedy: str) -> None:
+    """ValueError: the call comes through DistributedDataParallel over ranks that hold different slices."""
     # Where torch notes which wrapper's forward is running; private, so it may be gone some day.
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if not isinstance(wrapper, DistributedDataParallel):
@@ -90,6 +93,5 @@ def _refuse_wrapper(axis: Axis) -> None:
     if len(set(ranks) & set(axis.ranks)) > 1:
         raise ValueError(
             f"DistributedDataParallel over ranks {ranks} has made equal, on ranks {list(axis.ranks)} of axis "
-            f"{axis.name!r}, weights of which each holds another slice: build the module again, and wrap it with "
-            "process_group=mesh.data.group, the ranks that do hold the same"
+            f"{axis.name!r}, weights of which each holds another slice: build the module again, and {remedy}"
         )

@@ -83,6 +83,10 @@ def cut_context(x: Tensor, axis: Axis, dim: int) -> Tensor:
     ValueError: as :func:`check_context`.
     """
     check_axes(axis=axis)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"dim {dim} is no dimension of x of shape {tuple(x.shape)}: give that of the sequence"
+        )
     if axis.size == 1:
         return x
     check_context(x.shape[dim], axis)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import ParamSpec, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 __all__ = ["eager"]
@@ -25,9 +27,12 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
-        # True where it is traced only. Otherwise nothing of the compiler is asked, or imported.
-        if torch.compiler.is_compiling():
+        # While it is traced, or called between two graphs. Otherwise nothing of the compiler is asked, or imported.
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return hidden(*arguments, **named)
         return function(*arguments, **named)
 
+    # torch.compile counts traces by code, of which all marked functions would otherwise have one together.
+    code = cast(FunctionType, call)
+    code.__code__ = code.__code__.replace(co_name=function.__name__)
     return call

@@ -132,8 +132,10 @@ class FusedColumnLinear(FusedLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not parts:
-            raise ValueError("a fused layer needs at least one part, such as {'query': 64}")
+        if not isinstance(parts, Mapping) or not parts:
+            raise ValueError(
+                f"parts={parts!r}: a fused layer has one part or more, by name, such as {{'query': 64, 'key': 16}}"
+            )
         self.names = tuple(parts)
         for name, features in parts.items():
             part = ColumnParallelLinear(

@@ -49,6 +49,10 @@ class Cut:
     size: int
     """Entries of one block, which the number of ranks has to divide: the number of heads, say."""
 
+    def __post_init__(self) -> None:
+        if self.dim < 0 or self.size < 1:
+            raise ValueError(f"{self}: a dimension counted from the front, and blocks of one entry or more")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -87,6 +91,12 @@ class Plan:
                     raise ValueError(
                         f"{name} of a plan have {pattern!r}: {value!r}: patterns are text and what they stand for is "
                         f"{'text' if kind is str else 'a mapping'}, such as {example}"
+                    )
+        for pattern, cuts in self.arguments.items():
+            for name, cut in cuts.items():
+                if not isinstance(cut, Cut):
+                    raise ValueError(
+                        f"argument {name!r} of {pattern!r} is to be cut by {cut!r}: give a Cut(dim, size)"
                     )
 
 

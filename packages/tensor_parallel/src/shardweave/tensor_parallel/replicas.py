@@ -22,7 +22,7 @@ from .asking import check_axes
 __all__ = ["assert_replicas_equal", "check_replicas", "mark_partial"]
 
 
-def mark_partial(parameters: nn.Module | Iterable[nn.Parameter], axis: Axis) -> None:
+def mark_partial(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter], axis: Axis) -> None:
     """Records that each rank of ``axis`` computes only a part of these parameters' gradients.
 
     For what is used on sequence shards (norms, biases, learned positions under sequence parallelism) or
@@ -37,7 +37,7 @@ def mark_partial(parameters: nn.Module | Iterable[nn.Parameter], axis: Axis) -> 
     check_axes(axis=axis)
     if axis.size == 1:
         return
-    for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
+    for parameter in _listed(parameters):
         record = sharding_of(parameter)
         if any(split.axis == axis for split in record.splits):
             raise ValueError(
@@ -46,6 +46,20 @@ def mark_partial(parameters: nn.Module | Iterable[nn.Parameter], axis: Axis) -> 
             )
         if axis not in record.partial:
             set_sharding(parameter, replace(record, partial=(*record.partial, axis)))
+
+
+def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Sequence[nn.Parameter]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    listed = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    for parameter in listed:
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(
+                f"a {type(parameter).__name__} is to be marked: give a module, a parameter of it or several; a "
+                f"record on "
+                "anything else is lost"
+            )
+    return listed
 
 
 @torch.no_grad()
@@ -64,6 +78,10 @@ def assert_replicas_equal(module: nn.Module, axis: Axis) -> None:
             values there.
     """
     check_axes(axis=axis)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"a {type(module).__name__} is to be compared: give the module that holds the parameters"
+        )
     _check_kinds(module, axis)
     names: list[str] = []
     here: dict[str, tuple[list[int], str, str, int]] = {}

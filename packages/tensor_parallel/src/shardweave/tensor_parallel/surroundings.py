@@ -166,6 +166,10 @@ class _CutArguments(Hook):
     def _part(self, value: Tensor | None, name: str, cut: Cut) -> Tensor | None:
         if value is None:
             return None
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"argument {name!r} of module {self.path!r} is {value!r}; the plan cuts it, so it has to be a tensor"
+            )
         if value.dim() <= cut.dim or value.shape[cut.dim] % cut.size:
             raise ValueError(
                 f"argument {name!r} of module {self.path!r} has shape {tuple(value.shape)}; the plan says that "

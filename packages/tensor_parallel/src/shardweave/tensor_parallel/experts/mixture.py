@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardweave.comm import Axis, copy_to, reduce_from
 
+from ..alike import refuse_wrapper
 from ..asking import check_axes
 from ..eager import eager
 from ..replicas import mark_partial
@@ -114,6 +115,11 @@ class MixtureOfExperts(nn.Module):
             raise ValueError(
                 f"x of shape {tuple(x.shape)}: a mixture of experts takes [sequence, batch, {self.router.hidden}]"
             )
+        for axis in (self._ep, self._tp):
+            if axis.size > 1:
+                refuse_wrapper(
+                    axis, "leave it unwrapped: shardweave.zero's optimizer sums each expert's gradient"
+                )
         s, b, hidden = x.shape
         k, experts = self.router.k, self.router.experts
         routing = self.router(x)

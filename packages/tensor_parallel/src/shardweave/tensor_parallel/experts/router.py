@@ -62,9 +62,9 @@ class TopKRouter(ParallelLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= k <= experts:
+        if not isinstance(k, int) or not 1 <= k <= experts:
             raise ValueError(
-                f"k={k} of {experts} experts: a token goes to at least one and at most all of them"
+                f"k={k!r} of {experts} experts: a token goes to at least one and at most all of them"
             )
         self.hidden, self.experts, self.k = hidden, experts, k
         self.weight = nn.Parameter(torch.empty(experts, hidden, device=device, dtype=dtype))
@@ -113,6 +113,10 @@ class TopKRouter(ParallelLayer):
         """
         if self.bias is None:
             raise ValueError("move_bias: this router was built without bias=True")
+        if counts.shape != self.bias.shape:
+            raise ValueError(
+                f"move_bias: counts of shape {tuple(counts.shape)} for {self.experts} experts; give Routed.counts"
+            )
         total = counts.clone()
         for axis in axes:
             all_reduce(total, axis)
