@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
+from packages.pipeline.tests.together import Together
 from torch import Tensor, nn
 
 from shardweave.comm import Mesh
 from shardweave.comm.testing import run_ranks
 from shardweave.pipeline import Pipeline, runner, schedule
+from shardweave.pipeline.values import Value
 
 WIDTH = 5
 
@@ -113,6 +116,43 @@ def test_tuples_between_stages(by_order: bool) -> None:
     run_ranks(tuples, 3, by_order)
 
 
+class Named(nn.Module):
+    """Takes and returns tensors by name, in an order of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = Block(index)
+
+    def forward(self, hidden: Tensor, *, mask: Tensor, factor: float) -> dict[str, Tensor]:
+        return {"mask": mask, "hidden": self.block(hidden) * mask[:, None] * factor}
+
+
+def test_dicts_between_stages_are_keyword_arguments() -> None:
+    inputs, targets = batch([2, 4, 3])
+    masks = [torch.arange(len(x)) != 1 for x in inputs]
+    named: list[Value] = [{"hidden": x, "mask": mask} for x, mask in zip(inputs, masks, strict=True)]
+    whole, mine = [Named(index) for index in range(4)], [Named(index) for index in range(4)]
+    for value, target in zip(named, targets, strict=True):
+        assert isinstance(value, dict)
+        for module in whole:
+            value = module(**value, factor=2.0)
+        squares(value["hidden"], target).backward()
+    for name, tagged in itertools.product(("1f1b", "zb-v"), (True, False)):
+        plan = schedule(name, stages=4, micro_batches=3, chunks=2 if name == "zb-v" else 1)
+        for module in mine:
+            module.zero_grad()
+        ranks = Together(
+            plan, mine, loss=lambda output, target: squares(output["hidden"], target), tagged=tagged
+        )
+        ranks.step(named, targets, arguments=[{"factor": 2.0}] * 3)
+        for module, other in zip(mine, whole, strict=True):
+            close([p.grad for p in module.parameters()], [p.grad for p in other.parameters()])
+    with pytest.raises(
+        ValueError, match="stage 0 is given 'mask' both by what comes before it and in arguments="
+    ):
+        ranks.step(named, targets, arguments=[{"factor": 2.0, "mask": masks[0]}] * 3)
+
+
 class Shift(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -148,19 +188,20 @@ class Scale(nn.Module):
 
 def large_messages(ranks: int) -> None:
     mesh = Mesh(pp=ranks)
-    for dynamic in (True, False):
-        stage = Scale()
+    for name, chunks, count, dynamic in (("1f1b", 1, ranks + 1, True), ("interleaved", 2, ranks, False)):
+        plan = schedule(name, ranks=ranks, micro_batches=count, chunks=chunks)
+        stages = [Scale() for _ in range(chunks)]
         pipeline = Pipeline(
-            [stage], mesh.pp, schedule("1f1b", stages=ranks, micro_batches=ranks + 1),
-            loss=lambda output, target: output[:10].sum(), dynamic_shapes=dynamic,
-        )  # fmt: skip
-        inputs = [torch.ones(16 * 1024 * 1024)] * (ranks + 1)
-        total = pipeline.step(inputs, [None] * (ranks + 1))
+            stages, mesh.pp, plan, loss=lambda output, target: output[:10].sum(), dynamic_shapes=dynamic
+        )
+        inputs = [torch.ones(16 * 1024 * 1024)] * count
+        total = pipeline.step(inputs, [None] * count)
         if mesh.pp.is_last:
             assert total is not None
-            assert float(total) == 10 * 2**ranks * (ranks + 1)
-        assert stage.weight.grad is not None
-        assert float(stage.weight.grad) == 10 * 2 ** (ranks - 1) * (ranks + 1)
+            assert float(total) == 10 * 2**plan.num_stages * count
+        for stage in stages:
+            assert stage.weight.grad is not None
+            assert float(stage.weight.grad) == 10 * 2 ** (plan.num_stages - 1) * count
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -105,6 +105,9 @@ def train_and_compare(
         close(comm.gradient_norm(parameters, mesh.model), norm_of(whole))
         optimizer.step()
         reference.step()
+    shared = pipeline.share(total)
+    assert shared.dtype == torch.float64
+    close(shared, expected)
     evaluated, outputs = pipeline.evaluate(inputs, targets), pipeline.predict(inputs)
     with torch.no_grad():
         predicted = [whole(x) for x in inputs]
@@ -197,6 +200,10 @@ def test_b038_micro_batches_may_differ_in_shape_and_from_step_to_step() -> None:
     cuts = [range(3), range(3, 6)]
     plan = schedule("1f1b", stages=2, micro_batches=3)
     train_and_compare(mesh, plan, cuts, sizes=[5, 3, 7], dynamic_shapes=True)
+    for name, chunks in (("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
+        other = schedule(name, ranks=2, micro_batches=3, chunks=chunks)
+        pieces = partition([1.0] * LAYERS, other.num_stages)
+        train_and_compare(mesh, other, pieces, sizes=[5, 3, 7], dynamic_shapes=True)
     whole = stack(range(LAYERS))
     mine = stack(cuts[mesh.pp.rank])
     pipeline = Pipeline([mine], mesh.pp, plan, loss=squares)
@@ -343,6 +350,20 @@ def test_records_say_that_the_axis_is_exclusive_and_keep_the_rest() -> None:
         "layers.0.weight", (5, 5), partial=(mesh.tp,), exclusive=(mesh.pp,), decay=False
     )
     assert sharding_of(bias) == comm.Sharding("", (5,), exclusive=(mesh.pp,))
+
+
+def test_two_copies_of_one_parameter_on_a_rank_are_refused() -> None:
+    """In a V the first and the last stage are on one rank: an embedding that is the head as well is one parameter."""
+    plan = made_of("0F0 1F0 1B0 0B0", rank_of_stage=(0, 0), micro_batches=1)
+    stages = [Block(0), Block(0)]
+    for stage in stages:
+        comm.set_sharding(stage.linear.weight, comm.Sharding("embedding.weight", (5, 5)))
+    with pytest.raises(
+        ValueError, match=r"two parameters .* name 'embedding.weight'; .* the same nn.Parameter object"
+    ):
+        Pipeline(stages, Axis.single("pp"), plan)
+    stages[1].linear.weight = stages[0].linear.weight
+    Pipeline(stages, Axis.single("pp"), plan, loss=squares).step(*batch([2]))
 
 
 # --- construction ------------------------------------------------------------------------------------------

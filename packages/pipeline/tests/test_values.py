@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardweave.pipeline.values import HEADER_LENGTH, Value, decode, encode, signature_of, tensors_of
+from shardweave.pipeline.values import HEADER_LENGTH, Headers, Value, decode, encode, signature_of, tensors_of
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,8 @@ from shardweave.pipeline.values import HEADER_LENGTH, Value, decode, encode, sig
         (torch.zeros(2, 0, 5), torch.ones(7, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)),
         (torch.zeros(2, dtype=torch.bfloat16, requires_grad=True),),
         (),
+        {"hidden_states": torch.zeros(2, 3, requires_grad=True), "mask": torch.ones(2, dtype=torch.bool)},
+        {"": torch.zeros(1), "\xfcber_acht_zeichen_lang": torch.zeros(1), "8_zeich.": torch.zeros(())},
     ],
 )
 def test_headers_round_trip(value: Value) -> None:
@@ -24,6 +26,7 @@ def test_headers_round_trip(value: Value) -> None:
     assert header.shape == (HEADER_LENGTH,)
     assert decode(header) == signature
     assert decode(header).is_tuple == isinstance(value, tuple)
+    assert decode(header).names == (tuple(value) if isinstance(value, dict) else None)
 
 
 def test_gradients_are_those_of_the_tensors_that_require_one() -> None:
@@ -46,6 +49,30 @@ def test_a_dtype_without_a_number_is_refused() -> None:
 def test_other_values_are_refused(value: object, name: str) -> None:
     with pytest.raises(ValueError, match=f"the output of stage 1 is a {name}"):
         tensors_of(value, "the output of stage 1")
+
+
+def test_names_that_a_header_does_not_hold_are_refused() -> None:
+    value = {"x" * 900: torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"a name takes 1 \+ 1 per 8 bytes"):
+        encode(signature_of(value), "stage 3")
+
+
+def test_headers_are_remembered_and_forgotten() -> None:
+    headers, cpu = Headers(), torch.device("cpu")
+    first = signature_of(torch.zeros(3))
+    header = headers.encode(first, "it", cpu)
+    assert headers.encode(signature_of(torch.ones(3)), "it", cpu) is header
+    assert headers.decode(header) is headers.decode(header.clone())
+    for length in range(600):
+        other = signature_of(torch.zeros(length))
+        assert headers.decode(headers.encode(other, "it", cpu)) == other
+    assert torch.equal(headers.encode(first, "it", cpu), header)
+
+
+@pytest.mark.parametrize("value", [{"x": 1.0}, {1: torch.zeros(1)}])
+def test_a_dict_of_other_things_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"is a dict of ('x': float|1: Tensor)"):
+        tensors_of(value, "it")
 
 
 def test_a_tuple_of_other_things_is_refused() -> None:

@@ -40,8 +40,7 @@ class Recompute:
         own = tuple(tensor.detach() for tensor in received.tensors) if received.wanted else received.tensors
         self._received, self._where = Received(own, received.wanted, received.names), where
         self._numbers: RandomFork | None = None
-        self._changed: list[Tensor] = []
-        self._buffers = tuple(module.buffers())
+        self._module = module
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -51,7 +50,7 @@ class Recompute:
             ValueError: the module changed in place what it was called with, so that it cannot be called again.
         """
         self._numbers = RandomFork.now()
-        inputs, buffers = _versions(self._received.tensors), _versions(self._buffers)
+        inputs = _versions(self._received.tensors)
         with torch.autograd.graph.saved_tensors_hooks(_nothing, _nobody):
             yield
         if _versions(self._received.tensors) != inputs:
@@ -59,10 +58,6 @@ class Recompute:
                 f"{self._where} changes in place what it is called with, and recompute calls it again with that; "
                 "leave the stage out of recompute=, or begin it with an operation that is not in place"
             )
-        after = _versions(self._buffers)
-        self._changed = [
-            buffer for buffer, old, new in zip(self._buffers, buffers, after, strict=True) if old != new
-        ]
 
     @contextmanager
     def again(self) -> Iterator[Received]:
@@ -70,14 +65,18 @@ class Recompute:
         later = RandomFork.now()
         if self._numbers is not None:
             self._numbers.end()
-        kept = [buffer.clone() for buffer in self._changed]
+        statistics = [(buffer, buffer.clone()) for buffer in _statistics(self._module)]
         try:
             yield self._received
         finally:
             later.end()
-            with torch.no_grad():
-                for buffer, value in zip(self._changed, kept, strict=True):
-                    buffer.copy_(value)
+            for buffer, value in statistics:
+                buffer.data.copy_(value)  # as if nothing was written: the graph may have saved a constant one
+
+
+def _statistics(module: nn.Module) -> list[Tensor]:
+    """Buffers that a call may change; torch's norms do so without a trace in the version."""
+    return [buffer for its in module.modules() if its.training for buffer in its.buffers(recurse=False)]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
