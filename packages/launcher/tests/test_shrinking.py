@@ -152,7 +152,11 @@ def _configurations(draw: Any) -> list[str]:
     hidden = heads * draw(st.sampled_from([2, 4, 16, 64, 80] if position == "rotary" else [1, 3, 8, 64, 65]))
     ffn = draw(st.none() | st.integers(tensor, 20_000))
     micro = draw(st.integers(1, 5))
+    own, expert = draw(st.sampled_from([0, 0, 1, 2, 16])), draw(st.sampled_from([1, data]))
+    experts = own * expert
     return [
+        f"model.experts={experts}", f"model.experts_per_token={draw(st.integers(1, min(experts, 8) or 2))}",
+        f"parallel.expert={expert}",
         f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"parallel.data={data}",
         f"parallel.sequence={draw(st.sampled_from(['true', 'false']))}",
         f"model.layers={draw(st.integers(pipeline, 100))}", f"model.hidden={hidden}", f"model.heads={heads}",
@@ -183,6 +187,11 @@ def test_the_small_one_fits_the_layout_in_the_same_way(overrides: list[str]) -> 
     assert small.layers >= min(2, big.layers)
     assert (small.vocab % ranks, small.sequence % ranks) == (big.vocab % ranks, big.sequence % ranks)
     assert small.ffn_size % ranks == big.ffn_size % ranks
+    assert (small.experts > layout.expert) == (big.experts > layout.expert)
+    assert (small.experts % layout.expert, small.experts > 0) == (0, big.experts > 0)
+    if big.experts:
+        assert (small.experts_per_token == 1) == (big.experts_per_token == 1)
+        assert (small.experts_per_token == small.experts) == (big.experts_per_token == big.experts)
     assert (small.num_kv_heads == small.heads) == (big.num_kv_heads == big.heads)
     assert (small.num_kv_heads < ranks) == (big.num_kv_heads < ranks)
     if big.num_kv_heads < ranks:

@@ -180,12 +180,12 @@ def _experts(shape: TransformerConfig, ranks: int) -> tuple[int, int]:
 
 
 def _ffn(config: Config, shape: TransformerConfig, hidden: int, ranks: int) -> Change | None:
-    """The family's rule where that was meant and still divides alike, else as many times the width as before; of
-    experts, which are several, a fourth of that."""
+    """The family's rule where that was meant and still divides alike, else as many times the width as before, which
+    for experts, as there are several, is once at most."""
     before, remainder = shape.ffn_size, shape.ffn_size % ranks
     after = max(1, before * hidden // shape.hidden)
     if shape.experts:
-        after = max(ranks, after // 4)
+        after = max(ranks, min(after, hidden))
     elif config.model.ffn is None:
         after = _ffn_by_rule(config, hidden)
         if after % ranks == remainder:
