@@ -59,3 +59,6 @@ def test_costs_are_flops() -> None:
     assert 0 < costs[0] < costs[1] == costs[2] == costs[3]
     assert sum(costs[1:]) == flops(_CONFIG, batch=1).forward
     assert costs[4] == 2 * 6 * 8 * 11
+    chunked = layer_costs(_CONFIG, chunked_loss=True)
+    assert chunked[:4] == costs[:4]
+    assert 3 * sum(chunked[1:]) == pytest.approx(flops(_CONFIG, batch=1, chunked_loss=True).hardware)

@@ -110,7 +110,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     dtype = DTYPES[config.precision]
 
     # [1] The blocks between two cuts of (embedding, block 0, ..., head).
-    part = stages_of(layout, shape)[mesh.pp.rank]
+    part = stages_of(layout, shape, chunked_loss=config.batch.chunked_loss)[mesh.pp.rank]
 
     # [2] Weights come from (seed, canonical name) in fp32 or wider and are sliced; masters are taken from these,
     #     before the optimizer rounds the parameters to a narrower type.

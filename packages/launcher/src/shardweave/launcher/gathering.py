@@ -58,7 +58,10 @@ def check_gathering(config: Config, layout: Layout, shape: TransformerConfig) ->
     limit = config.zero.max_live_parameters
     if limit == "auto" or not _is_sharded(config, layout):
         return
-    needs = [gathered(config, layout, shape, part) for part in stages_of(layout, shape)]
+    needs = [
+        gathered(config, layout, shape, part)
+        for part in stages_of(layout, shape, chunked_loss=config.batch.chunked_loss)
+    ]
     stage, need = max(enumerate(needs), key=lambda item: item[1].least)
     if need.least > limit:
         text = (

@@ -250,6 +250,9 @@ def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:
         raise ConfigError(problems)
 
 
-def stages_of(layout: Layout, shape: TransformerConfig) -> list[Part]:
-    """What each pipeline stage holds: contiguous runs of the embedding, the blocks and the head, balanced by cost."""
-    return parts_from_ranges(shape, partition(layer_costs(shape), layout.pipeline))
+def stages_of(layout: Layout, shape: TransformerConfig, *, chunked_loss: bool = False) -> list[Part]:
+    """What each pipeline stage holds: contiguous runs of the embedding, the blocks and the head, balanced by cost.
+
+    ``chunked_loss``: whether the head is, which then costs more (``batch.chunked_loss``).
+    """
+    return parts_from_ranges(shape, partition(layer_costs(shape, chunked_loss=chunked_loss), layout.pipeline))

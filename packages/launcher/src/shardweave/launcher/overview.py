@@ -64,7 +64,7 @@ class Overview:
         check_fit(config, layout, shape)
         check_gathering(config, layout, shape)
         plan = batch_plan(config, layout)
-        stages = stages_of(layout, shape)
+        stages = stages_of(layout, shape, chunked_loss=config.batch.chunked_loss)
         timeline = schedule(
             config.parallel.schedule, stages=layout.pipeline, micro_batches=plan.accumulation
         ).simulate()

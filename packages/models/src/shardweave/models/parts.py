@@ -57,14 +57,18 @@ class Part:
         return range(self.first, self.last)
 
 
-def layer_costs(config: TransformerConfig) -> list[float]:
+def layer_costs(config: TransformerConfig, *, chunked_loss: bool = False) -> list[float]:
     """Forward FLOPs per sequence of the ``layers + 2`` pieces (embedding, blocks, head) for a partitioner.
+
+    Backward is twice forward everywhere, so it changes no proportion; with ``chunked_loss`` it makes the logits once
+    more, and the head counts a third more.
 
     The embedding multiplies nothing; it counts one operation per number it writes, so that it is never free.
     """
     work = forward_flops(config)
     embedding = float(config.sequence * config.hidden)
-    return [embedding, *[float(work.block)] * config.layers, float(work.head)]
+    head = work.head * (4 / 3 if chunked_loss else 1)
+    return [embedding, *[float(work.block)] * config.layers, float(head)]
 
 
 def parts_from_ranges(config: TransformerConfig, ranges: Sequence[range]) -> list[Part]:
