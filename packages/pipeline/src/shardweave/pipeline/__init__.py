@@ -13,7 +13,8 @@
 | `partition` | where to cut a list of layers with known costs |
 | `partition_by_memory`, `partition_by_sizes`, `partition_by_layout` | by bytes, by hand, by a string of letters |
 | `ranges_by_rank` | what each rank builds of it |
-| `tie`, `tie_all` | parameters that several stages share |
+| `cut`, `pieces_of`, `Piece`, `Cuttable`, `StageModule` | from a model to the modules of its stages |
+| `tie`, `tie_all`, `shared_parameters` | parameters that several stages share |
 | `Pipeline` | runs a schedule over the modules of this rank |
 """
 
@@ -25,6 +26,7 @@ from .builders import BUILDERS, schedule
 from .builders.forward_only import forward_only
 from .builders.keep import keep
 from .costs import Costs, PieceCosts
+from .cutting import Cuttable, Piece, StageModule, cut, pieces_of, shared_parameters
 from .errors import ScheduleError
 from .layout_text import partition_by_layout
 from .lowering import lower
@@ -42,15 +44,19 @@ __all__ = [
     "BUILDERS",
     "Action",
     "Costs",
+    "Cuttable",
     "MemoryAt",
+    "Piece",
     "PieceCosts",
     "Pipeline",
     "Report",
     "Schedule",
     "ScheduleError",
+    "StageModule",
     "Timeline",
     "Timing",
     "__version__",
+    "cut",
     "forward_only",
     "keep",
     "lower",
@@ -58,8 +64,10 @@ __all__ = [
     "partition_by_layout",
     "partition_by_memory",
     "partition_by_sizes",
+    "pieces_of",
     "ranges_by_rank",
     "schedule",
+    "shared_parameters",
     "tie",
     "tie_all",
 ]
