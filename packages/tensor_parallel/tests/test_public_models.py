@@ -200,6 +200,21 @@ def computes_alike(config: Any, axis: Axis, dtype: torch.dtype) -> None:
     assert_same_module(split, original)
 
 
+def forks(config: Any, axis: Axis) -> None:
+    """Where attention drops anything, its random numbers are forked from its begin to its output."""
+    from transformers import AutoModelForCausalLM
+
+    config.update({name: 0.4 for name in vars(config) if name in ("attention_dropout", "attn_pdrop")})
+    with torch.device("meta"):
+        split = parallelize(AutoModelForCausalLM.from_config(config), "auto", axis)
+    outputs = {"o_proj", "out_proj", "dense"}
+    attentions = [m for m in split.modules() if outputs & dict(m.named_children()).keys()]
+    assert len(attentions) >= 1
+    for attention in attentions:
+        ends = [child for child in attention.children() if child._forward_pre_hooks]
+        assert len(attention._forward_pre_hooks) == len(attention._forward_hooks) == len(ends) == 1
+
+
 def refusals(axis: Axis) -> None:
     """Told by name, before anything is changed."""
     from transformers import BloomConfig, GPT2Config, LlamaConfig
@@ -301,6 +316,7 @@ def test_public_models() -> None:
         computes_alike(config, pairs.tp, torch.float32 if rounds else torch.float64)
         if config.model_type in ("qwen3", "phi"):  # norms of key heads that ranks share
             computes_alike(config, four, torch.float32)
+        forks(config, pairs.tp)
     refusals(four)
     for config in configs("eager"):
         drops_rightly(config, pairs)
