@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -92,6 +91,7 @@ class Execution:
         self._running: dict[tuple[int, int], Running] = {}
         self._recomputes: dict[tuple[int, int], Recompute] = {}
         self._deferred: dict[tuple[int, int], WeightGradients] = {}
+        self._seeds: dict[tuple[torch.dtype, torch.device, torch.Size], Tensor] = {}
         self.total: Tensor | None = None
         """The sum of the losses so far, detached, in float32 or wider; ``None`` without the last stage."""
         self.outputs: list[Value] | None = None
@@ -147,11 +147,15 @@ class Execution:
             # Detached: the next stage's graph begins with its own leaves, also when it is on this rank.
             self._mailbox.put(action, tuple(tensor.detach() for tensor in tensors), made.signature)
         elif made.loss is not None:
-            value = made.loss.detach()
-            value = value.to(torch.promote_types(value.dtype, torch.float32)).reshape(())
-            self.total = value.clone() if self.total is None else self.total + value
+            self._add(made.loss.detach())
         elif self.outputs is not None:
             self.outputs.append(made.output)
+
+    def _add(self, loss: Tensor) -> None:
+        """To the sum of losses, in float32 or wider."""
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32)) if loss.itemsize < 4 else loss
+        value = wide.reshape(()) if wide.dim() else wide
+        self.total = value.clone() if self.total is None else self.total + value
 
     def _received(self, action: Action) -> Received:
         if action.stage == 0:
@@ -167,11 +171,16 @@ class Execution:
         """The stage's forward, and on the last stage the loss."""
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         leaves, inputs = enter(received)
-        with _numbers(self._feed.seed, action.stage, micro_batch):
+        seed = self._feed.seed
+        fork = None if seed is None else RandomFork.seeded(seed, "pipeline", action.stage, micro_batch)
+        try:
             output, signature = stage.call(inputs, received.names, self._feed.keywords(micro_batch))
             loss = None
             if stage.is_last and self.outputs is None:
                 loss = stage.loss_of(output, self._feed.target(micro_batch))
+        finally:
+            if fork is not None:
+                fork.end()
         return _Made(leaves, output, signature, loss)
 
     def _kept(self, stage: Stage, made: _Made) -> Running:
@@ -180,9 +189,17 @@ class Execution:
         edges = tuple(get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad)
         seeds: tuple[Tensor, ...] = ()
         if made.loss is not None and edges:
-            one = torch.ones_like(made.loss)
-            seeds = ((one * self._feed.scale).to(one.dtype).reshape(one.shape),)
+            seeds = (self._seed(made.loss),)
         return Running(made.leaves, edges, seeds)
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss, one tensor for all of a kind: nobody writes to it."""
+        kind = (loss.dtype, loss.device, loss.shape)
+        seed = self._seeds.get(kind)
+        if seed is None:
+            one = torch.ones_like(loss, requires_grad=False)
+            seed = self._seeds[kind] = (one * self._feed.scale).to(one.dtype).reshape(one.shape)
+        return seed
 
     def _backward(self, action: Action) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.micro_batch)
@@ -207,16 +224,3 @@ def _tensors(value: Value) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     return tuple(value.values()) if isinstance(value, dict) else value
-
-
-@contextmanager
-def _numbers(seed: int | None, stage: int, micro_batch: int) -> Iterator[None]:
-    """Within it torch's random numbers are those of this seed, stage and micro-batch, in whatever order they run."""
-    if seed is None:
-        yield
-        return
-    fork = RandomFork.seeded(seed, "pipeline", stage, micro_batch)
-    try:
-        yield
-    finally:
-        fork.end()

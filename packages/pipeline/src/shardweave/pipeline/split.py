@@ -29,7 +29,7 @@ queue, and compiled modules); what was saved through hooks (torch's checkpoint w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -90,15 +90,16 @@ class _Late:
 def backward_of_inputs(
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
+    trained: Collection[int],
     queue: WeightGradients,
 ) -> None:
-    """Adds to ``.grad`` of all leaves behind ``outputs``, but puts off what can be put off of ``parameters``.
+    """Adds to ``.grad`` of all leaves behind ``outputs``, but puts off what can be put off of a stage's parameters.
 
-    That is put into ``queue``, in the order in which autograd came by, to be run once; until then the parameters'
-    gradients are not final. Nothing is put off twice: what a layer puts into the queue itself stays its own.
+    ``trained``: the ``id`` of each of these. What is put off goes into ``queue``, in the order in which autograd came
+    by, to be run once; until then the parameters' gradients are not final. Nothing is put off twice: what a layer
+    puts into the queue itself stays its own.
     """
-    leaves, late = _plan(outputs, {id(parameter) for parameter in parameters})
+    leaves, late = _plan(outputs, trained)
     if not late:
         torch.autograd.backward(outputs, list(gradients))
         return
@@ -110,8 +111,12 @@ def backward_of_inputs(
         owners[hook] = (GradientEdge(node, 0), weights)
     wanted = [*leaves, *(edge for edge, _ in owners.values())]
     # The types of torch know tensors only; GradientEdge is documented.
-    torch.autograd.backward(outputs, list(gradients), retain_graph=True, inputs=wanted)  # type: ignore[arg-type]
-    for hook in caught:
+    try:
+        torch.autograd.backward(outputs, list(gradients), retain_graph=True, inputs=wanted)  # type: ignore[arg-type]
+        arrivals = tuple(caught)
+    finally:
+        caught.clear()  # the hooks hold it
+    for hook in arrivals:
         edge, weights = owners[hook]
         arrived = (hook.gradients or (None,))[0]
         if arrived is not None:
@@ -131,9 +136,11 @@ class _Second:
                 _accumulate(weight, gradient, self._arrived)
 
 
-@torch.no_grad()
 def _accumulate(parameter: Tensor, gradient: Tensor, arrived: Tensor) -> None:
-    """As autograd adds to ``.grad``: there is one tensor, of the parameter's layout, that is nobody else's."""
+    """As autograd adds to ``.grad``: there is one tensor, of the parameter's layout, that is nobody else's.
+
+    Nothing is recorded, as the queue runs it without autograd.
+    """
     if parameter.grad is not None:
         if parameter.grad.is_sparse and not gradient.is_sparse:
             parameter.grad = parameter.grad + gradient
@@ -151,7 +158,7 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 
 
 def _plan(
-    outputs: Sequence[GradientEdge], trained: set[int]
+    outputs: Sequence[GradientEdge], trained: Collection[int]
 ) -> tuple[list[Tensor], dict[Node, list[Tensor]]]:
     """The leaves whose gradients are computed at once, and by node the parameters that can wait."""
     accumulators, users, compiled = _walk(outputs)

@@ -107,6 +107,7 @@ class Stage:
         self.is_last = index == count - 1
         self._loss, self._split = loss, split
         self.parameters = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._trained = frozenset(map(id, self.parameters))
         self._work = [gradient_work(parameter) for parameter in self.parameters]
 
     def call(
@@ -166,7 +167,7 @@ class Stage:
             if self._split == "layers":
                 return self.backward(running, gradients), queue
             if running.outputs:
-                backward_of_inputs(running.outputs, gradients, self.parameters, queue)
+                backward_of_inputs(running.outputs, gradients, self._trained, queue)
             return _taken(running.inputs), queue
         except BaseException:
             queue.drop()
