@@ -6,8 +6,10 @@ from dataclasses import replace
 from time import process_time
 
 import pytest
+from packages.pipeline.tests.test_equality import compare
 
 from shardweave.pipeline import BUILDERS, Schedule, ScheduleError, lower, schedule
+from shardweave.pipeline.agreement import fingerprint
 from shardweave.pipeline.lowering import Exchange, Program, Run, Settle
 from shardweave.pipeline.programs import Transfer, parse_program
 
@@ -154,3 +156,20 @@ def test_values_that_stay_on_their_rank_are_no_messages() -> None:
     with pytest.raises(ScheduleError, match="0F0>0: that value stays on rank 0"):
         both.validate()
     assert replace(both, messages=(tuple(map(Run, actions)),)).validate().messages == (0,)
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_what_is_written_by_hand_is_what_runs(tagged: bool) -> None:
+    """Other than derived: all receives of a rank come first, or at once with its sends."""
+    early = made_of(
+        "0F0 (0F0>1) 0F1 (0F1>1) (1B0<1) (1B1<1) 0B0 ~0F0 0B1 ~0F1",
+        "(0F0<0) (0F1<0) 1F0 1F1 1B0 (1B0>0) 1B1 (1B1>0) ~1B1 ~1B0",
+    )
+    for plan in (early, made_of(*RIGHT)):
+        compare(plan, tagged=tagged)
+
+
+def test_other_messages_are_another_plan() -> None:
+    right = made_of(*RIGHT)
+    assert fingerprint(right) != fingerprint(replace(right, messages=None))
+    assert fingerprint(right) == fingerprint(made_of(*RIGHT))

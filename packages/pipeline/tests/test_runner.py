@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from shardweave import comm
 from shardweave.comm import Axis, Mesh, sharding_of
 from shardweave.comm.testing import RankError, run_ranks
-from shardweave.pipeline import BUILDERS, Action, Pipeline, Schedule, partition, runner, schedule
+from shardweave.pipeline import (
+    BUILDERS,
+    Action,
+    Pipeline,
+    Schedule,
+    forward_only,
+    partition,
+    runner,
+    schedule,
+)
 from shardweave.pipeline.builders.rules import RULES
 
 LAYERS, WIDTH = 6, 5
@@ -401,6 +410,15 @@ def test_an_output_that_cannot_be_passed_on_is_refused() -> None:
     pipeline = Pipeline([Wrong()], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=1))
     with pytest.raises(ValueError, match=r"output of stage 0 \(Wrong\) is a dict of 'x': list"):
         pipeline.step([torch.ones(())])
+
+
+def test_a_step_of_a_schedule_without_backwards_is_refused() -> None:
+    forwards = forward_only(schedule("gpipe", stages=1, micro_batches=2), 2)
+    pipeline = Pipeline([nn.Linear(2, 2)], Axis.single(), forwards, loss=lambda y, target: (y - target).sum())
+    x = [torch.ones(1, 2)] * 2
+    with pytest.raises(ValueError, match=r"schedule 'forward-only' has none: call evaluate\(\)"):
+        pipeline.step(x, x)
+    assert pipeline.evaluate(x, x) is not None
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,8 @@ __all__ = ["agree", "fingerprint"]
 
 def fingerprint(schedule: Schedule) -> int:
     """A number that is the same on all ranks exactly when they run the same schedule (up to a collision)."""
-    return zlib.crc32(f"{schedule.num_micro_batches} {schedule.rank_of_stage}\n{schedule}".encode())
+    lines = "\n".join(" ".join(map(str, program)) for program in schedule.messages or ())
+    return zlib.crc32(f"{schedule.num_micro_batches} {schedule.rank_of_stage}\n{schedule}\n{lines}".encode())
 
 
 def agree(axis: comm.Axis, plan: int, refusal: ValueError | None, device: torch.device) -> None:

@@ -154,9 +154,9 @@ class Pipeline:
             stage; ``None`` on the others. :meth:`share` tells it to all.
 
         Raises:
-            ValueError: autograd is off, or a number of inputs, targets or arguments other than that of
-                micro-batches, before the first message and, unless shapes are fixed already, on every rank;
-                or a value between stages that cannot be passed on.
+            ValueError: autograd is off, the schedule has no backwards, or a number of inputs, targets or
+                arguments other than that of micro-batches, before the first message and, unless shapes are fixed
+                already, on every rank; or a value between stages that cannot be passed on.
         """
         feed = Feed(inputs, targets, arguments, scale, seed)
         return self._execute("step", self._program, self._plan, feed, self.schedule.num_micro_batches).total
@@ -215,6 +215,11 @@ class Pipeline:
                 raise ValueError(
                     "step() runs backwards and autograd is off here: call evaluate(), which runs forwards only, "
                     "or call step() outside of torch.no_grad() and torch.inference_mode()"
+                )
+            if mode == "step" and not self.schedule.training:
+                raise ValueError(
+                    f"step() runs backwards and schedule {self.schedule.name!r} has none: call evaluate() or "
+                    "predict(), or build the pipeline with a schedule that trains"
                 )
             feed.check(
                 micro_batches,
