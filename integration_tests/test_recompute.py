@@ -69,7 +69,7 @@ def train_each(chosen: Sequence[Way]) -> list[Record]:
         config = small_run(layout, **SETTINGS)
         mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline)
         trainer = Trainer(config, mesh, dataset=dataset)
-        recompute(trainer.parts.module, reentrant=reentrant)
+        recompute(trainer.parts.modules[0], reentrant=reentrant)
         results = [trainer.train_step() for _ in range(config.run.steps)]
         records.append(
             Record(

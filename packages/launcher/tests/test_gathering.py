@@ -13,10 +13,11 @@ from shardweave.launcher.assembly import layout_of_mesh
 from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
 from shardweave.launcher.gathering import check_gathering, gathered
-from shardweave.launcher.layout import layout_of, stages_of
+from shardweave.launcher.layout import layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.staging import staging_of
 from shardweave.launcher.trainer import Trainer
 from shardweave.zero.residency import Residency
 
@@ -56,7 +57,10 @@ def config_of(settings: Mapping[str, Any]) -> Config:
 def least_of(config: Config) -> int:
     """Of the stage that needs most at once."""
     layout, shape = layout_of(config), transformer_config(config)
-    return max(gathered(config, layout, shape, part).least for part in stages_of(layout, shape))
+    staging = staging_of(config, layout, shape)
+    return max(
+        gathered(config, layout, shape, staging.parts_of(rank)).least for rank in range(layout.pipeline)
+    )
 
 
 def peak(settings: Mapping[str, Any]) -> tuple[int, int]:
@@ -77,7 +81,7 @@ def peak(settings: Mapping[str, Any]) -> tuple[int, int]:
     finally:
         Residency._start = start  # type: ignore[method-assign]
     layout, shape = layout_of_mesh(mesh), transformer_config(config)
-    told = gathered(config, layout, shape, stages_of(layout, shape)[mesh.pp.rank])
+    told = gathered(config, layout, shape, staging_of(config, layout, shape).parts_of(mesh.pp.rank))
     mesh.close()
     return found[0], told.most
 

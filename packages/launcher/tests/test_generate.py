@@ -50,7 +50,7 @@ def test_a_run_with_experts_is_read_with_the_biases_of_its_routers(tmp_path: Pat
     trainer = _run(tmp_path / "run", "model.experts=4", "model.router_bias=0.05", "model.expert_capacity=1.0")
     [_, step2] = sorted((tmp_path / "run" / "checkpoints").iterdir())
     model = load_model(tmp_path / "run", step2)
-    for name, bias in trainer.parts.module.named_buffers():
+    for name, bias in trainer.parts.buffers().items():
         assert torch.equal(model.get_buffer(name), bias), name
         assert bias.abs().max() > 0
     assert _sample(tmp_path / "run") == 0

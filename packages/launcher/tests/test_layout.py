@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shardweave.comm import mesh_ranks
-from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, layout_of, stages_of
+from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.staging import staging_of
 
 
 def _layout(*overrides: str, world: int | None = None) -> Layout:
@@ -199,7 +200,7 @@ def test_uneven_vocabulary_width_and_layers_fit() -> None:
     )
     layout, shape = layout_of(config), transformer_config(config)
     check_fit(config, layout, shape)
-    stages = stages_of(layout, shape)
+    stages = staging_of(config, layout, shape).parts
     assert [layer for stage in stages for layer in stage.layers] == [0, 1, 2, 3, 4]
     assert [stage.embedding for stage in stages] == [True, False, False, False]
     assert [stage.head for stage in stages] == [False, False, False, True]

@@ -9,10 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import Layout, batch_plan, check_fit, layout_of, stages_of
+from shardweave.launcher.layout import Layout, batch_plan, check_fit, layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.staging import staging_of
 from shardweave.launcher.verify.shrinking import SMALL_PARAMETERS, SMALL_TOKENS, Shrunk, in_float64, shrink
 from shardweave.models import PRESETS, count_parameters
 
@@ -39,7 +40,7 @@ def test_gpt3_becomes_something_that_takes_seconds() -> None:
     assert count_parameters(transformer_config(shrunk.config)) < 5_000_000
     assert str(shrunk.changes[0]) == "model.layers 96 -> 8 (the same remainder over 8 stages)"
     assert shrunk.config.parallel == config.parallel
-    assert [len(part.layers) for part in stages_of(layout, transformer_config(shrunk.config))] == [1] * 8
+    assert [len(part.layers) for part in staging_of(shrunk.config, layout, transformer_config(shrunk.config)).parts] == [1] * 8
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_routers_report_what_they_do_in_one_process() -> None:
             assert trainer.parameter_norm() == pytest.approx(reference.parameter_norm(), rel=1e-9)
             assert trainer.parameter_count() == reference.parameter_count()
             assert trainer.evaluate() == pytest.approx(reference.evaluate(), rel=1e-9)
-            for name, bias in trainer.parts.module.named_buffers():
-                assert torch.equal(bias, reference.parts.module.get_buffer(name)), name
+            for name, bias in trainer.parts.buffers().items():
+                assert torch.equal(bias, reference.parts.modules[0].get_buffer(name)), name
                 assert bias.abs().max() > 0
             mesh.close()
 
@@ -170,10 +170,10 @@ def test_a_step_that_is_skipped_moves_no_bias_and_metrics_say_what_routers_do() 
     assert record["dropped_share"] == 0.0
     weighted = 0.1 * record["balance_loss"] + 0.02 * record["z_loss"]
     assert record["auxiliary_loss"] == pytest.approx(2 * weighted, rel=1e-9)  # of two layers
-    bias = trainer.parts.module.get_buffer("layers.0.mlp.router.bias")
+    bias = trainer.parts.modules[0].get_buffer("layers.0.mlp.router.bias")
     before = bias.clone()
     with torch.no_grad():
-        trainer.parts.module.get_parameter("norm.weight")[0] = torch.nan
+        trainer.parts.modules[0].get_parameter("norm.weight")[0] = torch.nan
     assert trainer.train_step().skipped
     assert torch.equal(bias, before)
     assert "expert_load" not in _metrics_of_a_step(Trainer(_config(), Mesh(), dataset=_dataset()))
@@ -338,7 +338,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         for group in parts.optimizer.param_groups
         for parameter in group["params"]
     }
-    for name, parameter in parts.module.named_parameters():
+    for name, parameter in parts.modules[0].named_parameters():
         assert decay[id(parameter)] == (0.1 if name.endswith("weight") and "norm" not in name else 0.0), name
 
 
@@ -368,7 +368,7 @@ def test_fp16_trains_alike_in_every_layout_and_the_loss_falls() -> None:
         trainer = Trainer(
             _config("precision=fp16", f"zero.stage={stage}", "batch.micro=2"), mesh, dataset=_dataset()
         )
-        assert {parameter.dtype for parameter in trainer.parts.module.parameters()} == {torch.float16}
+        assert {parameter.dtype for parameter in trainer.parts.modules[0].parameters()} == {torch.float16}
         for pair in expected:
             got = trainer.train_step()
             assert (got.skipped, got.loss_scale) == (False, 2.0**16)
@@ -417,7 +417,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_or_stops() -> None:
     trainer = Trainer(_config(), Mesh(), dataset=_dataset())
     before = trainer.full_parameters()
     with torch.no_grad():
-        trainer.parts.module.norm.weight[3] = float("nan")
+        trainer.parts.modules[0].norm.weight[3] = float("nan")
     result = trainer.train_step()
     assert result.skipped
     assert np.isnan(result.loss)
@@ -425,6 +425,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_or_stops() -> None:
     assert torch.equal(before["embedding.weight"], after["embedding.weight"])
     stopping = Trainer(_config("guard.nonfinite=stop"), Mesh(), dataset=_dataset())
     with torch.no_grad():
-        stopping.parts.module.norm.weight[3] = float("nan")
+        stopping.parts.modules[0].norm.weight[3] = float("nan")
     with pytest.raises(FloatingPointError):
         stopping.train_step()

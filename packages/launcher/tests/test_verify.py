@@ -194,7 +194,7 @@ def stale_copy(patch: pytest.MonkeyPatch) -> None:
     right = Trainer.train_step
 
     def step(self: Trainer) -> Any:
-        copies = [copy for _, copy in self.parts.module.tied_parameters() if self.mesh.pp.is_last]
+        copies = [copy for _, copy in self.parts.modules[0].tied_parameters() if self.mesh.pp.is_last]
         before = [copy.detach().clone() for copy in copies]
         result = right(self)
         for copy, values in zip(copies, before, strict=True):

@@ -2,12 +2,12 @@
 
 The order matters, and each line depends on the ones before it::
 
-    [1] part        which blocks this pipeline stage holds            layout, models
-    [2] module      the part, its layers split over the tensor axis   models, tensor_parallel
-                    its sequences over the context axis,
-                    and its experts over a part of the data axis
-    [3] ties        the head's copy of the embedding                  pipeline: needs the module
-    [4] pipeline    runs the schedule over the stage                  pipeline: records that stages differ
+    [1] parts       which blocks this rank's pipeline stages hold     staging, models
+    [2] modules     the parts, their layers split over the tensor     models, tensor_parallel
+                    axis, sequences over the context axis,
+                    and experts over a part of the data axis
+    [3] ties        the head's copy of the embedding                  pipeline: needs the modules
+    [4] pipeline    runs the schedule over the stages                 pipeline: records that ranks differ
     [5] optimizer   flat buffers, shards over the data axis           zero: reads the finished records
 
 A single process goes the same way: its axes have one rank, and every collective on them is the identity.
@@ -15,11 +15,12 @@ A single process goes the same way: its axes have one rank, and every collective
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardweave.comm import Mesh, measure_links
 from shardweave.comm.devices import accelerator
@@ -28,12 +29,13 @@ from shardweave.launcher.config import Config
 from shardweave.launcher.config import Optimizer as OptimizerSettings
 from shardweave.launcher.config import Zero as ZeroSettings
 from shardweave.launcher.gathering import check_gathering, gathering_options
-from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
+from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.staging import Staging, staging_of
 from shardweave.launcher.unbuilt import unbuilt
-from shardweave.models import Transformer, TransformerConfig
-from shardweave.pipeline import Pipeline, schedule, tie
+from shardweave.models import Part, Transformer, TransformerConfig
+from shardweave.pipeline import Pipeline, tie
 from shardweave.tensor_parallel import Overlap, overlap_for
 from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer, decay_groups
 
@@ -59,10 +61,24 @@ class Assembly:
     shape: TransformerConfig
     layout: Layout
     plan: BatchPlan
-    module: Transformer
+    modules: tuple[Transformer, ...]
+    """One per stage of this rank, in the order of the stages."""
     pipeline: Pipeline
     optimizer: ZeroOptimizer
     device: torch.device
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's, each once: embedding and head may be stages of one rank and share one."""
+        return _parameters(self.modules)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This rank's, by canonical name."""
+        return {name: buffer for module in self.modules for name, buffer in module.named_buffers()}
+
+    def train(self, mode: bool = True) -> None:
+        """Puts all modules into training mode, or out of it."""
+        for module in self.modules:
+            module.train(mode)
 
 
 def layout_of_mesh(mesh: Mesh) -> Layout:
@@ -109,51 +125,34 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     plan = batch_plan(config, layout)
     dtype = DTYPES[config.precision]
 
-    # [1] The blocks between two cuts of (embedding, block 0, ..., head).
-    part = stages_of(layout, shape, chunked_loss=config.batch.chunked_loss)[mesh.pp.rank]
+    # [1] The blocks between two cuts of (embedding, block 0, ..., head), for each stage of this rank.
+    staging = staging_of(config, layout, shape)
+    parts = staging.parts_of(mesh.pp.rank)
 
     # [2] Weights come from (seed, canonical name) in fp32 or wider and are sliced; masters are taken from these,
     #     before the optimizer rounds the parameters to a narrower type.
-    module = Transformer(
-        shape,
-        tensor=mesh.tp,
-        sequence_parallel=config.parallel.sequence,
-        keep_inputs=config.parallel.keep_inputs,
-        decomposed=_decomposed(config, mesh, device, dtype),
-        chunked_loss=config.batch.chunked_loss,
-        context=mesh.cp,
-        context_form=config.parallel.context_form,
-        expert=mesh.ep,
-        expert_data=mesh.expert_data,
-        part=part,
-        seed=config.run.seed,
-        device=device,
-        dtype=torch.promote_types(dtype, torch.float32),
-    )
+    decomposed = _decomposed(config, mesh, device, dtype)
+    modules = tuple(_module(config, mesh, shape, part, decomposed, device) for part in parts)
 
-    # [3] The first and the last stage each hold the shared embedding. The gradients of the two are summands.
-    for _, parameter in module.tied_parameters():
-        tie(parameter, mesh.pp, (0, mesh.pp.size - 1))
+    # [3] The first and the last stage each hold the shared embedding.
+    _tie(modules, mesh, staging)
 
-    # [4] One stage per rank, also when there is one rank: it then runs its micro-batches without a message.
+    # [4] As many stages per rank as the schedule has, also when there is one rank: it then runs its micro-batches
+    #     without a message. The loss is computed where the head is, by the last module of its rank.
     pipeline = Pipeline(
-        [module],
-        mesh.pp,
-        schedule(config.parallel.schedule, stages=mesh.pp.size, micro_batches=plan.accumulation),
-        loss=module.loss,
-        device=device,
+        modules, mesh.pp, staging.plan(plan.accumulation), loss=modules[-1].loss, device=device
     )
 
     # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
     #     ranks are summed, not averaged. Small ones vanish in fp16, so there the loss is multiplied before. Stage 3
     #     gathers parameters when the parts of the module run.
     optimizer = ZeroOptimizer(
-        decay_groups(module.parameters(), config.optimizer.weight_decay),
+        decay_groups(_parameters(modules), config.optimizer.weight_decay),
         _OPTIMIZERS[config.optimizer.name],
         data=mesh.data,
         shard=mesh.shard,
         model=mesh.model,
-        module=module,
+        module=modules,
         stage=config.zero.stage,
         clip=config.optimizer.clip,
         precision=_precision(config, dtype),
@@ -166,7 +165,51 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         **gathering_options(config.zero),
         **_options(config.optimizer),
     )
-    return Assembly(shape, layout, plan, module, pipeline, optimizer, device)
+    return Assembly(shape, layout, plan, modules, pipeline, optimizer, device)
+
+
+def _module(
+    config: Config,
+    mesh: Mesh,
+    shape: TransformerConfig,
+    part: Part,
+    decomposed: bool | Overlap,
+    device: torch.device,
+) -> Transformer:
+    """One stage."""
+    return Transformer(
+        shape,
+        tensor=mesh.tp,
+        sequence_parallel=config.parallel.sequence,
+        keep_inputs=config.parallel.keep_inputs,
+        decomposed=decomposed,
+        chunked_loss=config.batch.chunked_loss,
+        context=mesh.cp,
+        context_form=config.parallel.context_form,
+        expert=mesh.ep,
+        expert_data=mesh.expert_data,
+        part=part,
+        seed=config.run.seed,
+        device=device,
+        dtype=torch.promote_types(DTYPES[config.precision], torch.float32),
+    )
+
+
+def _parameters(modules: Sequence[Transformer]) -> list[nn.Parameter]:
+    """Those of all stages, in their order, each once."""
+    return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
+
+def _tie(modules: Sequence[Transformer], mesh: Mesh, staging: Staging) -> None:
+    """Makes the copies of a tied embedding one parameter: on one rank one object, with the sum of both gradients; on
+    two ranks each has a summand, which the record says."""
+    copies = [module for module in modules if module.tied_parameters()]
+    if len(copies) == 2:
+        copies[1].share_embedding(copies[0])
+        return
+    for module in copies:
+        for _, parameter in module.tied_parameters():
+            tie(parameter, mesh.pp, (0, len(staging.parts) - 1), rank_of_stage=staging.rank_of_stage)
 
 
 def _other_replicas(config: Config, mesh: Mesh) -> Iterator[Problem]:

@@ -58,7 +58,7 @@ def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None]
         path,
         trainer.parts.optimizer,
         world=trainer.mesh.world,
-        tensors=dict(trainer.parts.module.named_buffers()),
+        tensors=trainer.parts.buffers(),
         values={
             "step": trainer.step,
             "samples": trainer.samples,
@@ -99,7 +99,7 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
                 path,
                 trainer.parts.optimizer,
                 world=trainer.mesh.world,
-                tensors=dict(trainer.parts.module.named_buffers()),
+                tensors=trainer.parts.buffers(),
             )
             values = values_of(path, loaded.values)
         except CheckpointMismatch as error:

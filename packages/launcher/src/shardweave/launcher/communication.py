@@ -14,6 +14,7 @@ from shardweave.comm import CommOptions, Compression, Mesh, OneBit, PowerSGD, To
 from shardweave.launcher.config import Comm, Config
 from shardweave.launcher.layout import Layout
 from shardweave.launcher.problems import Problem
+from shardweave.pipeline import RULES
 
 __all__ = ["comm_options", "compression_of", "idle_over", "mesh_of", "num_replicas", "residual_bytes"]
 
@@ -74,6 +75,13 @@ def idle_over(config: Config, layout: Layout) -> Iterator[Problem]:
             ("comm", "compression"),
             f"`comm.compression: {config.comm.compression}` has no effect because there is one data rank: gradients "
             "are not sent",
+        )
+    own, chunks = RULES[config.parallel.schedule].chunks, config.parallel.chunks
+    if layout.pipeline > 1 and own not in (None, 1) and chunks not in (1, own):
+        yield Problem(
+            ("parallel", "chunks"),
+            f"`parallel.chunks: {chunks}` has no effect because `parallel.schedule: {config.parallel.schedule}` has "
+            f"{own} stages per rank",
         )
 
 

@@ -18,10 +18,12 @@ from math import lcm
 
 from shardweave.launcher.config import Config
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
-from shardweave.models import Part, TransformerConfig, layer_costs, parts_from_ranges
-from shardweave.pipeline import partition
+from shardweave.models import TransformerConfig
+from shardweave.pipeline import RULES
 
-__all__ = ["BatchPlan", "Layout", "batch_plan", "check_fit", "layout_of", "stages_of"]
+__all__ = [
+    "BatchPlan", "Layout", "batch_plan", "check_fit", "layout_of", "schedule_of", "stages_per_rank",
+]  # fmt: skip
 
 MAX_ACCUMULATION = 10_000
 """Micro-batches a step: schedules list every one of them."""
@@ -125,11 +127,23 @@ def layout_of(config: Config, world_size: int | None = None) -> Layout:
     )
 
 
+def schedule_of(config: Config, layout: Layout) -> str:
+    """The name of the schedule; of one rank, where all do the same, the plainest."""
+    return config.parallel.schedule if layout.pipeline > 1 else "1f1b"
+
+
+def stages_per_rank(config: Config, layout: Layout) -> int:
+    """How many stages a pipeline rank has: as many as the schedule fixes, or as are asked for."""
+    own = RULES[schedule_of(config, layout)].chunks
+    return config.parallel.chunks if own is None else own
+
+
 def batch_plan(config: Config, layout: Layout) -> BatchPlan:
     """How the global batch is cut; the accumulation follows from the other three numbers.
 
     Raises:
-        ConfigError: when global is not a multiple of micro * data: nothing is rounded.
+        ConfigError: when global is not a multiple of micro * data: nothing is rounded; or when these are too few
+            micro-batches for the schedule.
     """
     total, micro, data = config.batch.global_, config.batch.micro, layout.data
     accumulation, rest = divmod(total, micro * data)
@@ -149,7 +163,34 @@ def batch_plan(config: Config, layout: Layout) -> BatchPlan:
             f"{MAX_ACCUMULATION} are the most; raise batch.micro or parallel.data"
         )
         raise ConfigError([Problem(("batch", "global"), text)])
+    _check_micro_batches(config, layout, accumulation)
     return BatchPlan(global_batch=total, micro=micro, accumulation=accumulation, data=data)
+
+
+def _check_micro_batches(config: Config, layout: Layout, accumulation: int) -> None:
+    """Some schedules need more micro-batches than others.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    rule, total, data = RULES[schedule_of(config, layout)], config.batch.global_, layout.data
+    least = rule.least(layout.pipeline)
+    if accumulation >= least:
+        return
+    text = (
+        f"`parallel.schedule: {config.parallel.schedule}` needs {rule.least_text} micro-batches a step, {least} with "
+        f"`parallel.pipeline: {layout.pipeline}`, and there are {accumulation} (`batch.global: {total}` / "
+        f"`batch.micro: {config.batch.micro}` / {data} data ranks)"
+    )
+    micros = [
+        size for size in divisors(total // data, near=config.batch.micro) if total // data // size >= least
+    ]
+    use = (
+        f"batch.micro={alternatives(micros)}"
+        if micros
+        else f"batch.global={least * config.batch.micro * data}"
+    )
+    raise ConfigError([Problem(("parallel", "schedule"), f"{text}; use {use}, or parallel.schedule=zb-v")])
 
 
 def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
@@ -181,11 +222,37 @@ def _misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterat
         )
         yield Problem(("zero", "replicas"), text)
     yield from _expert_misfits(config, layout, shape)
-    if layout.pipeline > shape.layers:
-        text = f"`parallel.pipeline: {layout.pipeline}` is more than `model.layers: {shape.layers}`"
-        yield Problem(
-            ("parallel", "pipeline"), f"{text}: some stages would have no block; use at most {shape.layers}"
+    yield from _stage_misfits(config, layout, shape)
+
+
+def _stage_misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
+    """Every stage has one of the model's pieces or more: the embedding, a block, the head. And no schedule with one
+    stage per rank is asked for several."""
+    own = RULES[schedule_of(config, layout)].chunks
+    if own == 1 and config.parallel.chunks > 1 and layout.pipeline > 1:
+        several = [f"parallel.schedule={name}" for name, rule in RULES.items() if rule.chunks is None]
+        text = f"`parallel.chunks: {config.parallel.chunks}` has no effect because `parallel.schedule: "
+        text += f"{config.parallel.schedule}` runs one stage per rank"
+        yield Problem(("parallel", "chunks"), f"{text}; use {alternatives(['parallel.chunks=1', *several])}")
+    ranks, chunks, pieces = layout.pipeline, stages_per_rank(config, layout), shape.layers + 2
+    if ranks * chunks <= pieces:
+        return
+    where, stages = ("parallel", "pipeline"), f"`parallel.pipeline: {ranks}`"
+    if chunks > 1:
+        fixed = (
+            f"`parallel.chunks: {chunks}`"
+            if config.parallel.chunks == chunks
+            else f"{chunks} stages per rank"
         )
+        stages += f" × {fixed} (`parallel.schedule: {schedule_of(config, layout)}`) = {ranks * chunks} stages"
+    text = f"{stages} is more than the {pieces} pieces of the model (embedding, `model.layers: {shape.layers}`, head)"
+    fitting = [f"parallel.pipeline={pieces // chunks}"] if pieces // chunks > 1 else []
+    if RULES[schedule_of(config, layout)].chunks is None and pieces >= ranks:
+        fitting.append(f"parallel.chunks={pieces // ranks}")
+    elif chunks > 1 and pieces >= ranks:
+        fitting.append("parallel.schedule=1f1b")
+    most = " or ".join(fitting) or "parallel.pipeline=1"
+    yield Problem(where, f"{text}: some stages would have nothing; use at most {most}, or more layers")
 
 
 def _context_misfits(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Problem]:
@@ -248,11 +315,3 @@ def check_fit(config: Config, layout: Layout, shape: TransformerConfig) -> None:
     problems = list(_misfits(config, layout, shape))
     if problems:
         raise ConfigError(problems)
-
-
-def stages_of(layout: Layout, shape: TransformerConfig, *, chunked_loss: bool = False) -> list[Part]:
-    """What each pipeline stage holds: contiguous runs of the embedding, the blocks and the head, balanced by cost.
-
-    ``chunked_loss``: whether the head is, which then costs more (``batch.chunked_loss``).
-    """
-    return parts_from_ranges(shape, partition(layer_costs(shape, chunked_loss=chunked_loss), layout.pipeline))

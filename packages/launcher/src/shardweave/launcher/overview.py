@@ -6,8 +6,8 @@ that the ranks use; the numbers of parameters and bytes are those of the model t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 
 from shardweave.comm.text import bytes_text
@@ -16,9 +16,10 @@ from shardweave.launcher.communication import num_replicas, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.gathering import check_gathering, gathered
-from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit, stages_of
+from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.staging import Staging, staging_of
 from shardweave.models import (
     MemoryUse,
     Part,
@@ -28,7 +29,6 @@ from shardweave.models import (
     flops,
     memory,
 )
-from shardweave.pipeline import schedule
 
 __all__ = ["Overview"]
 
@@ -44,14 +44,14 @@ class Overview:
     layout: Layout
     shape: TransformerConfig
     plan: BatchPlan
-    stages: list[Part]
+    staging: Staging
     dataset: Dataset
     bubble: float
     """Share of a step that pipeline ranks stand idle, on paper."""
     memory: list[list[MemoryUse]]
-    """By stage and tensor rank; parameters with what is gathered at a time."""
+    """By pipeline rank and tensor rank; parameters with what is gathered at a time."""
     gathered: list[int]
-    """Bytes of parameters that a rank of each stage gathers at a time, at most; 0 below ZeRO stage 3."""
+    """Bytes of parameters that each pipeline rank gathers at a time, at most; 0 below ZeRO stage 3."""
 
     @classmethod
     def of(cls, config: Config, layout: Layout, dataset: Dataset) -> Overview:
@@ -64,20 +64,26 @@ class Overview:
         check_fit(config, layout, shape)
         check_gathering(config, layout, shape)
         plan = batch_plan(config, layout)
-        stages = stages_of(layout, shape, chunked_loss=config.batch.chunked_loss)
-        timeline = schedule(
-            config.parallel.schedule, stages=layout.pipeline, micro_batches=plan.accumulation
-        ).simulate()
+        staging = staging_of(config, layout, shape)
+        timeline = staging.plan(plan.accumulation).simulate()
         width = DTYPES[config.precision].itemsize
-        live = [width * gathered(config, layout, shape, part).most for part in stages]
+        ranks = range(layout.pipeline)
+        live = [width * gathered(config, layout, shape, staging.parts_of(rank)).most for rank in ranks]
+        stages = [
+            [
+                _Stage(staging.parts[stage], in_flight)
+                for stage, in_flight in sorted(timeline.alive(rank).items())
+            ]
+            for rank in ranks
+        ]
         uses = [
             [
-                _held(config, layout, plan, shape, part, rank, extra, in_flight=peak)
-                for rank in range(layout.tensor)
+                _held(config, layout, plan, shape, stages[rank], tensor_rank, live[rank])
+                for tensor_rank in range(layout.tensor)
             ]
-            for part, peak, extra in zip(stages, timeline.peaks_of_stages, live, strict=True)
+            for rank in ranks
         ]
-        return cls(config, layout, shape, plan, stages, dataset, timeline.bubble_fraction, uses, live)
+        return cls(config, layout, shape, plan, staging, dataset, timeline.bubble_fraction, uses, live)
 
     @property
     def parameters(self) -> int:
@@ -110,11 +116,12 @@ class Overview:
     def details(self) -> Iterator[tuple[str, str]]:
         """What a dry run adds: who is where and holds what."""
         layout = self.layout
-        for stage, part in enumerate(self.stages):
-            yield f"stage {stage}", _part(part)
+        for place in range(layout.pipeline):
+            for stage in self.staging.stages_of(place):
+                yield f"stage {stage}", _part(self.staging.parts[stage])
             for replica, context in islice(product(range(layout.data), range(layout.context)), _SHOWN):
                 ranks = [
-                    layout.rank(pp=stage, dp=replica, cp=context, tp=rank) for rank in range(layout.tensor)
+                    layout.rank(pp=place, dp=replica, cp=context, tp=rank) for rank in range(layout.tensor)
                 ]
                 who = f"dp {replica}"
                 who += f" ep {replica % layout.expert}" if layout.expert > 1 else ""
@@ -123,9 +130,9 @@ class Overview:
                 yield "", f"{who}: {shown}"
             if layout.sharing > _SHOWN:
                 yield "", f"... and so on to dp {layout.data - 1}"
-            for rank, use in enumerate(self.memory[stage][:_SHOWN]):
+            for rank, use in enumerate(self.memory[place][:_SHOWN]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
-                yield "", f"{who}{bytes_text(use.total)} ({_kinds(use, self.gathered[stage])})"
+                yield "", f"{who}{bytes_text(use.total)} ({_kinds(use, self.gathered[place])})"
         work = flops(self.shape, batch=self.plan.global_batch)
         yield (
             "work",
@@ -139,7 +146,8 @@ class Overview:
         if layout.tensor > 1:
             parts.append("sequence parallel" if config.parallel.sequence else "no sequence parallelism")
         if layout.pipeline > 1:
-            parts.append(f"{config.parallel.schedule} with {100 * self.bubble:.1f} % bubble")
+            chunks = f", {self.staging.chunks} stages a rank," if self.staging.chunks > 1 else ""
+            parts.append(f"{self.staging.schedule}{chunks} with {100 * self.bubble:.1f} % bubble")
         if config.comm.compression != "none" and layout.sharing > 1:
             parts.append(
                 f"gradients {config.comm.compression} after {_count(config.comm.warmup, 'plain step')}"
@@ -153,22 +161,33 @@ class Overview:
         )
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """One of the stages of a pipeline rank."""
+
+    part: Part
+    in_flight: int
+    """Micro-batches whose activations it has when the rank has most in all."""
+
+
 def _held(
     config: Config,
     layout: Layout,
     plan: BatchPlan,
     shape: TransformerConfig,
-    part: Part,
+    stages: Sequence[_Stage],
     rank: int,
     live: int,
-    *,
-    in_flight: int,
 ) -> MemoryUse:
-    """What a tensor rank of a stage holds while it trains, ``live`` bytes of gathered parameters among it."""
-    use = memory(
-        shape,
-        layout=RankLayout(
-            part=part,
+    """What a tensor rank with some stages holds while it trains, ``live`` bytes of gathered parameters among it."""
+    held: list[MemoryUse] = []
+    elements = 0
+    for number, stage in enumerate(stages):
+        # Where both ends of the model are here, they share a tied embedding.
+        shared = number > 0 and stage.part.head and stages[0].part.embedding and shape.tie_embeddings
+        where = RankLayout(
+            part=stage.part,
+            shared_embedding=shared,
             tensor=layout.tensor,
             tensor_rank=rank,
             sequence_parallel=config.parallel.sequence and layout.tensor > 1,
@@ -180,18 +199,24 @@ def _held(
             data=layout.sharing // num_replicas(config),
             zero_stage=config.zero.stage,
             whole_gradients=_keeps_gradients_whole(config, plan),
-        ),
-        dtype=DTYPES[config.precision],
-        gradients=DTYPES.get(config.zero.gradient_dtype),
-        micro_batch=config.batch.micro,
-        in_flight=in_flight,
-    )
-    elements = count_parameters(shape, part=part, tensor=layout.tensor, rank=rank, expert=layout.expert)
+        )
+        held.append(
+            memory(
+                shape,
+                layout=where,
+                dtype=DTYPES[config.precision],
+                gradients=DTYPES.get(config.zero.gradient_dtype),
+                micro_batch=config.batch.micro,
+                in_flight=stage.in_flight,
+            )
+        )
+        elements += where.elements(shape)
     # What compression keeps is a state of the optimizer's, saved with it.
-    return replace(
-        use,
-        parameters=use.parameters + live,
-        optimizer=use.optimizer + residual_bytes(config, layout, elements),
+    return MemoryUse(
+        parameters=sum(use.parameters for use in held) + live,
+        gradients=sum(use.gradients for use in held),
+        optimizer=sum(use.optimizer for use in held) + residual_bytes(config, layout, elements),
+        activations=sum(use.activations for use in held),
     )
 
 

@@ -126,7 +126,8 @@ class Trainer:
         self.samples += parts.plan.global_batch
         seen = None if routers is None else routers.statistics(self.mesh.world, device=parts.device)  # [6]
         if seen is not None and self.config.model.router_bias and not parts.optimizer.step_skipped:
-            parts.module.move_router_biases(seen, self.config.model.router_bias)
+            for module in parts.modules:
+                module.move_router_biases(seen, self.config.model.router_bias)
         return StepResult(
             step=self.step,
             loss=self._loss(total) / max(tokens, 1),  # [5]
@@ -150,13 +151,13 @@ class Trainer:
             return None
         mine = evaluation_batches(self.dataset, parts.plan.micro, self.mesh.dp.size, self.mesh.dp.rank)
         micro_batches = [_to(batch, parts.device) for batch in mine]
-        parts.module.eval()
+        parts.train(False)
         total = parts.pipeline.evaluate(
             [batch.inputs for batch in micro_batches],
             [batch.targets for batch in micro_batches],
             micro_batches=len(micro_batches),
         )
-        parts.module.train()
+        parts.train()
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))
         return self._loss(total) / tokens
 
@@ -180,7 +181,7 @@ class Trainer:
         """
         shapes = parameter_shapes(self.parts.shape)
         # One collective for all of them: a model has hundreds of parameters, and each would cost a round trip.
-        dtype = next(self.parts.module.parameters()).dtype
+        dtype = self.parts.parameters()[0].dtype
         sizes = [math.prod(entry.shape) for entry in shapes]
         values = torch.zeros(sum(sizes), dtype=dtype, device=self.parts.device)
         full = {
@@ -201,7 +202,7 @@ class Trainer:
 
         At ZeRO stage 3 what is read is gathered by all data ranks, so they have to read the same ones, whoever counts.
         """
-        for parameter in self.parts.module.parameters():
+        for parameter in self.parts.parameters():
             if counts_here(parameter, self.mesh.model):
                 yield parameter, counts_here(parameter, self.mesh.ep)
 

@@ -31,10 +31,6 @@ class Row:
     """What works today."""
 
 
-def _above(limit: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and value > limit
-
-
 def _not(*built: object) -> Callable[[Any], bool]:
     return lambda value: value not in built
 
@@ -42,8 +38,6 @@ def _not(*built: object) -> Callable[[Any], bool]:
 table: tuple[Row, ...] = (
     Row(("data", "source"), lambda value: isinstance(value, list), "a blend of corpora", "one path or glob"),
     Row(("data", "tokenizer"), _not("byte"), "any tokenizer but the byte tokenizer", "data.tokenizer=byte"),
-    Row(("parallel", "chunks"), _above(1), "several stages per pipeline rank", "parallel.chunks=1"),
-    Row(("parallel", "schedule"), _not("gpipe", "1f1b"), "this schedule", "parallel.schedule=1f1b or gpipe"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
     Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
     Row(

@@ -36,6 +36,10 @@ class RankLayout:
     part: Part | None = None
     """The rank's pipeline stage; ``None``: the whole model."""
 
+    shared_embedding: bool = False
+    """Whether a tied head is one parameter with the embedding in another part on the rank, and counts there
+    (:meth:`.Transformer.share_embedding`)."""
+
     tensor: int = 1
     """Size of the tensor axis."""
 
@@ -69,6 +73,19 @@ class RankLayout:
 
     whole_gradients: bool = False
     """Whether gradients stay whole until the step although the stage could shard them before."""
+
+    def elements(self, config: TransformerConfig) -> int:
+        """Of the parameters that the rank has of ``part``, before ZeRO shards them."""
+        return sum(self._counts(config).values())
+
+    def _counts(self, config: TransformerConfig) -> dict[bool, int]:
+        """The same by whether they are experts'."""
+        counts = {False: 0, True: 0}
+        for entry in parameter_shapes(config, self.part):
+            if not (self.shared_embedding and entry.name == "embedding.weight"):
+                shape = local_shape(entry, self.tensor, self.tensor_rank, self.expert)
+                counts[entry.stacked] += math.prod(shape)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -113,10 +130,7 @@ def memory(
     """
     where = layout if layout is not None else RankLayout()
     wide = torch.promote_types(dtype, torch.float32).itemsize
-    entries = parameter_shapes(config, where.part)
-    counts = {False: 0, True: 0}  # by whether they are experts'
-    for entry in entries:
-        counts[entry.stacked] += math.prod(local_shape(entry, where.tensor, where.tensor_rank, where.expert))
+    counts = where._counts(config)
     count = shard = sum(counts.values())
     if where.zero_stage > 0:
         shard = math.ceil(counts[False] / where.data) + math.ceil(counts[True] * where.expert / where.data)

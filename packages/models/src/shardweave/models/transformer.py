@@ -200,11 +200,29 @@ class Transformer(nn.Module):
     def tied_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters of which another part holds a copy that has to stay equal.
 
-        Empty when the head is not tied, or embedding and head are both here: then they are one parameter.
+        Empty when the head is not tied, or embedding and head are both here: then they are one parameter. Where both
+        parts are on one rank, :meth:`share_embedding` makes them one.
         """
         if not self.config.tie_embeddings or self.part.embedding == self.part.head:
             return []
         return [("embedding.weight", self.embedding.weight)]
+
+    def share_embedding(self, other: Transformer) -> None:
+        """Makes this part's copy of a tied embedding the very parameter of ``other``, a part on the same rank.
+
+        For a rank that holds both ends of the model and not the whole, as the first one of a V-shaped pipeline: two
+        copies there would each get half of the gradient. Before an optimizer is built. Nothing is sent.
+
+        Raises:
+            ValueError: unless one of the two has the embedding, the other the head, and the config ties them.
+        """
+        ends = {(part.part.embedding, part.part.head) for part in (self, other)}
+        if not self.config.tie_embeddings or ends != {(True, False), (False, True)}:
+            raise ValueError(
+                f"share_embedding: parts {self.part} and {other.part} with tie_embeddings="
+                f"{self.config.tie_embeddings}; it takes the embedding's part and the head's, which are tied"
+            )
+        self.embedding.weight = other.embedding.weight
 
     def forward(
         self,

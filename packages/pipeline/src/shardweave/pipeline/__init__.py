@@ -3,6 +3,7 @@
 | name | what it is |
 |---|---|
 | `schedule`, `BUILDERS` | a schedule by name: `gpipe`, `1f1b`, loops, zero-bubble schedules, V shapes |
+| `RULES`, `Rule` | how many chunks and micro-batches each takes, and where its stages are |
 | `forward_only`, `keep` | the forwards of a schedule; its first micro-batches |
 | `Schedule`, `Action` | what each rank does in order; validate, simulate, draw, write, read |
 | `Report` | what a valid schedule takes: live activations, buffers of messages |
@@ -25,6 +26,7 @@ from .actions import Action
 from .builders import BUILDERS, schedule
 from .builders.forward_only import forward_only
 from .builders.keep import keep
+from .builders.rules import RULES, Rule
 from .costs import Costs, PieceCosts
 from .cutting import Cuttable, Piece, StageModule, cut, pieces_of, shared_parameters
 from .errors import ScheduleError
@@ -42,6 +44,7 @@ from .timing import Timing
 
 __all__ = [
     "BUILDERS",
+    "RULES",
     "Action",
     "Costs",
     "Cuttable",
@@ -50,6 +53,7 @@ __all__ = [
     "PieceCosts",
     "Pipeline",
     "Report",
+    "Rule",
     "Schedule",
     "ScheduleError",
     "StageModule",

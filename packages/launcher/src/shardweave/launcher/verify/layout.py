@@ -77,12 +77,12 @@ def verify_rank(config: Config, mesh: Mesh, capture: Capture, *, dataset: Datase
         trainer = Trainer(config, mesh, dataset=dataset)
     watcher = Watcher(trainer)
     comparison = Comparison(config, capture, mesh.world.rank)
-    comparison.start(local_parameters(trainer.parts.module))
+    comparison.start(local_parameters(trainer.parts))
     norms: dict[int, str] = {}
     for number, right in enumerate(capture.steps, start=1):
         with torch.enable_grad():
             result = trainer.train_step()
-        comparison.step(result, watcher.take(), local_parameters(trainer.parts.module))
+        comparison.step(result, watcher.take(), local_parameters(trainer.parts))
         tolerance = tolerance_of("norm", config.precision, number)
         norms[number] = norm_remark(result.grad_norm, right.norm, right.gradients, tolerance)
     watcher.close()
@@ -102,5 +102,5 @@ def _put(seen: Seen, step: StepCapture) -> None:
 
 
 def _put_parameters(trainer: Trainer, into: Mapping[str, Tensor]) -> None:
-    for name, parameter in local_parameters(trainer.parts.module).items():
+    for name, parameter in local_parameters(trainer.parts).items():
         into[name][full_index(parameter)] = parameter.detach()

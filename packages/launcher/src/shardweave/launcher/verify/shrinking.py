@@ -9,7 +9,8 @@ layout itself, norms, positions, dropout, ties, optimizer, schedule, ZeRO.
     vocab      same remainder over the ranks            hidden     heads of width 8 (9 where the width is odd)
     ffn        divides over the ranks, or does not      sequence   same remainder over the ranks, odd stays odd
     experts    one or more on each of the ranks of ep, of which a token visits one, some or all
-    batch      one micro-batch, as many as stages or more than stages, as before
+    batch      one micro-batch, as many as stages or more than stages, as before; where a schedule deals with groups of
+               them or needs many, the same remainder over the ranks, and twice as many or more
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from math import lcm
 from typing import Any
 
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import Layout, batch_plan
+from shardweave.launcher.layout import Layout, batch_plan, schedule_of, stages_per_rank
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.strict_yaml import Path, path_text
 from shardweave.models import TransformerConfig, count_parameters
@@ -33,6 +34,8 @@ SMALL_TOKENS = 4096
 
 _HEAD_WIDTH = 8
 _SEQUENCE = 16
+_PLAIN = ("gpipe", "1f1b")
+"""Schedules that ask only whether there are more micro-batches than stages."""
 _BYTES = 256
 """The byte tokenizer's tokens, which every vocabulary includes."""
 
@@ -95,8 +98,9 @@ def uncompressed(shrunk: Shrunk) -> Shrunk:
 
 def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator[Change | None]:
     ranks = layout.tensor
-    layers = _layers(shape.layers, layout.pipeline)
-    yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(layout)}")
+    stages = layout.pipeline * stages_per_rank(config, layout)
+    layers = _layers(shape.layers, stages)
+    yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(stages)}")
     exchanged = layout.context if config.parallel.context_form == "all-to-all" else 1
     heads, kv_heads = _heads(shape, ranks, exchanged)
     width = min(shape.head_size, _HEAD_WIDTH + shape.head_size % 2)
@@ -121,9 +125,12 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
 
 
 def _batch(config: Config, layout: Layout) -> Iterator[Change | None]:
-    plan, stages = batch_plan(config, layout), layout.pipeline
+    plan, ranks = batch_plan(config, layout), layout.pipeline
     micro = min(plan.micro, 2)
-    accumulation = min(plan.accumulation, stages + 1)
+    if schedule_of(config, layout) in _PLAIN:
+        accumulation = min(plan.accumulation, ranks + 1)
+    else:
+        accumulation = _same_remainder(plan.accumulation, ranks, 2 * ranks)
     total = micro * accumulation * layout.data
     if micro != plan.micro:
         yield Change(("batch", "micro"), plan.micro, micro, "more than one sequence at once")
@@ -233,5 +240,5 @@ def _spread(ranks: int) -> str:
     return "a few" if ranks == 1 else f"spread over {ranks} ranks in the same way"
 
 
-def _stages(layout: Layout) -> str:
-    return f"{layout.pipeline} stage" + ("s" if layout.pipeline > 1 else "")
+def _stages(number: int) -> str:
+    return f"{number} stage" + ("s" if number > 1 else "")

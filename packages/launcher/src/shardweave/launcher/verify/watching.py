@@ -6,7 +6,7 @@ stage's blocks, its samples, under sequence parallelism its positions, under ZeR
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardweave.comm import sharding_of
+from shardweave.launcher.assembly import Assembly
 from shardweave.launcher.trainer import Trainer
 from shardweave.launcher.verify.places import Kind, layer_place
+from shardweave.models import Transformer
 
 __all__ = ["GradientPiece", "HiddenPart", "Seen", "Watcher", "local_parameters"]
 
@@ -57,19 +59,12 @@ class Watcher:
     """Collects what a trainer's next steps compute; `take` hands it over step by step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        module = self._module = trainer.parts.module
-        self._samples: Tensor | None = None  # of the micro-batch whose forward is running
         self._seen = Seen()
-        self._place = layer_place(module.part.first - 1)  # where this stage's hidden states come from
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            module.register_forward_hook(self._leave),
-            trainer.parts.optimizer.register_step_pre_hook(self._before_step),
+            trainer.parts.optimizer.register_step_pre_hook(self._before_step)
         ]
-        for number, block in enumerate(module.layers.values()):
-            if number == 0 and module.part.embedding:
-                self._handles.append(block.register_forward_pre_hook(self._embedded))
-            self._handles.append(block.register_forward_hook(self._computed))
+        for module in trainer.parts.modules:
+            self._handles += _Stage(module, self._keep).handles
 
     def take(self) -> Seen:
         """What was seen since the last call."""
@@ -80,6 +75,35 @@ class Watcher:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def _keep(self, part: HiddenPart) -> None:
+        self._seen.hidden.append(part)
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """Between the backward passes and the update: gradients are reduced and not clipped."""
+        optimizer.finish_reduction()
+        for piece in optimizer.pieces():
+            gradient = torch.zeros_like(piece.values)
+            if piece.gradient is not None:
+                gradient.copy_(piece.gradient)
+            self._seen.gradients.append(GradientPiece(piece.parameter, piece.begin, gradient))
+
+
+class _Stage:
+    """Watches one of this rank's stages; `keep` takes what it sees."""
+
+    def __init__(self, module: Transformer, keep: Callable[[HiddenPart], None]) -> None:
+        self._module, self._keep = module, keep
+        self._samples: Tensor | None = None  # of the micro-batch whose forward is running
+        self._place = layer_place(module.part.first - 1)  # where the stage's hidden states come from
+        self.handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            module.register_forward_hook(self._leave),
+        ]
+        for number, block in enumerate(module.layers.values()):
+            if number == 0 and module.part.embedding:
+                self.handles.append(block.register_forward_pre_hook(self._embedded))
+            self.handles.append(block.register_forward_hook(self._computed))
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         self._samples = keywords["streams"].samples
@@ -103,24 +127,15 @@ class Watcher:
         if self._samples is None:
             return  # computed once more, for the backward pass
         samples = self._samples
-        self._keep(forward, place, samples, values)
+        self._pass_on(forward, place, samples, values)
         if values.requires_grad:
-            values.register_hook(lambda gradient: self._keep(backward, place, samples, gradient))
+            values.register_hook(lambda gradient: self._pass_on(backward, place, samples, gradient))
 
-    def _keep(self, kind: Kind, place: str, samples: Tensor, values: Tensor) -> None:
+    def _pass_on(self, kind: Kind, place: str, samples: Tensor, values: Tensor) -> None:
         positions = self._module.local_positions(values.shape[0], values.device)
-        self._seen.hidden.append(HiddenPart(kind, place, samples, positions, values.detach().clone()))
-
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Between the backward passes and the update: gradients are reduced and not clipped."""
-        optimizer.finish_reduction()
-        for piece in optimizer.pieces():
-            gradient = torch.zeros_like(piece.values)
-            if piece.gradient is not None:
-                gradient.copy_(piece.gradient)
-            self._seen.gradients.append(GradientPiece(piece.parameter, piece.begin, gradient))
+        self._keep(HiddenPart(kind, place, samples, positions, values.detach().clone()))
 
 
-def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def local_parameters(parts: Assembly) -> dict[str, nn.Parameter]:
     """This rank's parameters, every copy of them, by canonical name."""
-    return {sharding_of(parameter).name: parameter for parameter in module.parameters()}
+    return {sharding_of(parameter).name: parameter for parameter in parts.parameters()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .placement import loop, vee
+
 __all__ = ["RULES", "Rule"]
 
 
@@ -18,7 +20,7 @@ def _one(ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The numbers of chunks and micro-batches that a schedule takes."""
+    """The numbers of chunks and micro-batches that a schedule takes, and where it puts its stages."""
 
     chunks: int | None = None
     """Stages per rank; ``None``: any number, as the caller says."""
@@ -26,6 +28,15 @@ class Rule:
     """From the number of ranks to the fewest micro-batches."""
     least_text: str = "1"
     """The same in words."""
+    is_vee: bool = False
+    """Whether the second stage of each rank lies on the way back; else stages go round in a loop."""
+
+    def placement(self, ranks: int, chunks: int = 1) -> tuple[int, ...]:
+        """The rank of each stage, as the schedule built with the same numbers has it (``rank_of_stage``).
+
+        ``chunks``: stages per rank, as :meth:`stages_per_rank` gives them.
+        """
+        return vee(ranks) if self.is_vee else loop(ranks, chunks)
 
     def stages_per_rank(self, name: str, chunks: int) -> int:
         """How many stages a rank holds when the caller says ``chunks``; 1 is what one says who does not care.
@@ -61,9 +72,11 @@ RULES: dict[str, Rule] = {
     "breadth-first": Rule(),
     "zb-h1": Rule(chunks=1),
     "zb-h2": Rule(chunks=1),
-    "zb-v": Rule(chunks=2),
-    "v-half": Rule(chunks=2),
-    "v-min": Rule(chunks=2),
-    "dualpipe-v": Rule(chunks=2, least=lambda ranks: 2 * ranks, least_text="twice as many as ranks"),
+    "zb-v": Rule(chunks=2, is_vee=True),
+    "v-half": Rule(chunks=2, is_vee=True),
+    "v-min": Rule(chunks=2, is_vee=True),
+    "dualpipe-v": Rule(
+        chunks=2, is_vee=True, least=lambda ranks: 2 * ranks, least_text="twice as many as ranks"
+    ),
 }
 """By the names of ``BUILDERS``; a schedule that is not here takes any number of chunks and micro-batches."""
