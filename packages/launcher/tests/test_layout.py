@@ -9,7 +9,8 @@ from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit,
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.shape import transformer_config
-from shardweave.launcher.staging import staging_of
+from shardweave.launcher.staging import Staging, staging_of
+from shardweave.pipeline import RULES
 
 
 def _layout(*overrides: str, world: int | None = None) -> Layout:
@@ -118,14 +119,78 @@ def test_other_misfits() -> None:
     text = _misfit("model.sequence=127", "parallel.tensor=2")
     assert "`parallel.tensor: 2` does not divide `model.sequence: 127`" in text
     assert "use parallel.sequence=false" in text
-    text = _misfit("parallel.pipeline=5")
+    pieces = "is more than the 6 pieces of the model (embedding, `model.layers: 4`, head): "
+    pieces += "some stages would have nothing"
     assert (
-        text
-        == "`parallel.pipeline: 5` is more than `model.layers: 4`: some stages would have no block; use at most 4"
+        _misfit("parallel.pipeline=7")
+        == f"`parallel.pipeline: 7` {pieces}; use at most parallel.pipeline=6, or more layers"
+    )
+    assert (
+        _misfit("parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.chunks=2")
+        == f"`parallel.pipeline: 4` × `parallel.chunks: 2` (`parallel.schedule: interleaved`) = 8 stages {pieces}; use "
+        "at most parallel.pipeline=3 or parallel.chunks=1, or more layers"
+    )
+    assert (
+        _misfit("parallel.pipeline=4", "parallel.schedule=zb-v")
+        == f"`parallel.pipeline: 4` × 2 stages per rank (`parallel.schedule: zb-v`) = 8 stages {pieces}; use at most "
+        "parallel.pipeline=3 or parallel.schedule=1f1b, or more layers"
     )
     assert "`model.ffn: 2`" in _misfit("model.ffn=2", "parallel.tensor=4")
     both = _misfit("parallel.tensor=3", "parallel.pipeline=9")
     assert len(both.splitlines()) == 2  # heads and layers at once
+
+
+def test_chunks_need_a_schedule_that_has_some() -> None:
+    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        assert _misfit("parallel.pipeline=2", f"parallel.schedule={name}", "parallel.chunks=2") == (
+            f"`parallel.chunks: 2` has no effect because `parallel.schedule: {name}` runs one stage per rank; use "
+            "parallel.chunks=1, parallel.schedule=interleaved or parallel.schedule=breadth-first"
+        )
+
+
+def test_dualpipe_v_needs_twice_as_many_micro_batches_as_ranks() -> None:
+    def planned(*overrides: str) -> int:
+        config = load_config(
+            None, ["parallel.pipeline=2", "parallel.schedule=dualpipe-v", "batch.global=12", *overrides]
+        )
+        return batch_plan(config, layout_of(config)).accumulation
+
+    assert planned("batch.micro=3") == 4
+    with pytest.raises(
+        ConfigError,
+        match=r"`parallel.schedule: dualpipe-v` needs 4 micro-batches a step \(twice as many as ranks\) with "
+        r"`parallel.pipeline: 2`, and there are 3 \(`batch.global: 12` / `batch.micro: 4` / 1 data ranks\); use "
+        r"batch.micro=1, 2 or 3, or parallel.schedule=zb-v",
+    ):
+        planned("batch.micro=4")
+    with pytest.raises(
+        ConfigError, match=r"and there are 3 .*; use batch.global=16, or parallel.schedule=zb-v"
+    ):
+        planned("batch.micro=1", "parallel.data=4")
+    assert planned("batch.micro=12", "parallel.pipeline=1") == 1  # where a schedule has no effect
+
+
+def test_where_stages_are() -> None:
+    def staging(*overrides: str) -> Staging:
+        config = load_config(None, ["model.layers=6", *overrides])
+        layout, shape = layout_of(config), transformer_config(config)
+        check_fit(config, layout, shape)
+        return staging_of(config, layout, shape)
+
+    looped = staging("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=3")
+    assert looped.rank_of_stage == (0, 1, 0, 1, 0, 1)
+    assert looped.stages_of(1) == (1, 3, 5)
+    assert [layer for part in looped.parts for layer in part.layers] == [0, 1, 2, 3, 4, 5]
+    for chunks in (1, 2, 3):  # what is said of a V's is not asked for
+        vee = staging("parallel.pipeline=3", "parallel.schedule=v-min", f"parallel.chunks={chunks}")
+        assert vee.rank_of_stage == (0, 1, 2, 2, 1, 0)
+        first, last = vee.parts_of(0)
+        assert (first.embedding, first.head, last.embedding, last.head) == (True, False, False, True)
+    for name, rule in RULES.items():
+        plan = staging("parallel.pipeline=2", f"parallel.schedule={name}")
+        assert plan.plan(rule.least(2)).rank_of_stage == plan.rank_of_stage
+    alone = staging("parallel.schedule=zb-v")
+    assert (alone.schedule, alone.rank_of_stage) == ("1f1b", (0,))
 
 
 def test_b033_context_ranks_take_a_piece_from_both_ends() -> None:

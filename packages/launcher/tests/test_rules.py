@@ -112,8 +112,6 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
     [
         (("data", "source"), [{"source": "a.txt", "weight": 1}]),
         (("data", "tokenizer"), "gpt2"),
-        (("parallel", "chunks"), 2),
-        (("parallel", "schedule"), "zb-h1"),
         (("zero", "offload"), "cpu"),
         (("zero", "offload"), "disk"),
         (("recompute",), "full"),

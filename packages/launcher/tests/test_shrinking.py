@@ -40,7 +40,10 @@ def test_gpt3_becomes_something_that_takes_seconds() -> None:
     assert count_parameters(transformer_config(shrunk.config)) < 5_000_000
     assert str(shrunk.changes[0]) == "model.layers 96 -> 8 (the same remainder over 8 stages)"
     assert shrunk.config.parallel == config.parallel
-    assert [len(part.layers) for part in staging_of(shrunk.config, layout, transformer_config(shrunk.config)).parts] == [1] * 8
+    assert [
+        len(part.layers)
+        for part in staging_of(shrunk.config, layout, transformer_config(shrunk.config)).parts
+    ] == [1] * 8
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _metrics_of_a_step(trainer: Trainer) -> dict[str, Any]:
 def test_products_in_pieces_are_decided_by_what_is_measured() -> None:
     """``auto`` measures the links of the tensor axis where nobody has, and the products; but nothing on a CPU."""
     config, mesh = _config("parallel.tensor=2", "parallel.decomposed=auto"), Mesh(tp=2)
-    assert Trainer(config, mesh, dataset=_dataset(8, 0)).parts.module.decomposed is False
+    assert Trainer(config, mesh, dataset=_dataset(8, 0)).parts.modules[0].decomposed is False
     asked: list[Links] = []
 
     def overlap(axis: Axis, links: Links, *, device: torch.device, dtype: torch.dtype) -> bool:

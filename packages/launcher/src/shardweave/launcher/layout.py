@@ -178,7 +178,7 @@ def _check_micro_batches(config: Config, layout: Layout, accumulation: int) -> N
     if accumulation >= least:
         return
     text = (
-        f"`parallel.schedule: {config.parallel.schedule}` needs {rule.least_text} micro-batches a step, {least} with "
+        f"`parallel.schedule: {config.parallel.schedule}` needs {least} micro-batches a step ({rule.least_text}) with "
         f"`parallel.pipeline: {layout.pipeline}`, and there are {accumulation} (`batch.global: {total}` / "
         f"`batch.micro: {config.batch.micro}` / {data} data ranks)"
     )
