@@ -274,8 +274,7 @@ def test_uneven_vocabulary_width_and_layers_fit() -> None:
 def test_a_stage_with_a_chunked_head_has_fewer_blocks() -> None:
     """A head of a block's cost, which then counts a third more."""
     wide = ["model.vocab=1000", "model.hidden=64", "model.layers=6", "parallel.pipeline=2"]
-    config = load_config(None, wide)
-    layout, shape = layout_of(config), transformer_config(config)
-    plain, chunked = (stages_of(layout, shape, chunked_loss=chunked) for chunked in (False, True))
-    assert [len(stage.layers) for stage in plain] == [3, 3]
-    assert [len(stage.layers) for stage in chunked] == [4, 2]
+    for chunked, blocks in ((False, [3, 3]), (True, [4, 2])):
+        config = load_config(None, [*wide, f"batch.chunked_loss={str(chunked).lower()}"])
+        parts = staging_of(config, layout_of(config), transformer_config(config)).parts
+        assert [len(part.layers) for part in parts] == blocks

@@ -58,9 +58,7 @@ class Staging:
 def staging_of(config: Config, layout: Layout, shape: TransformerConfig) -> Staging:
     """The stages of a layout that fits the model (`check_fit`)."""
     name, chunks = schedule_of(config, layout), stages_per_rank(config, layout)
-    ranges = partition(
-        layer_costs(shape, chunked_loss=config.batch.chunked_loss), layout.pipeline * chunks
-    )
+    ranges = partition(layer_costs(shape, chunked_loss=config.batch.chunked_loss), layout.pipeline * chunks)
     return Staging(
         schedule=name,
         chunks=chunks,
