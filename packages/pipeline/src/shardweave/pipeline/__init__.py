@@ -14,6 +14,7 @@
 | `partition` | where to cut a list of layers with known costs |
 | `partition_by_memory`, `partition_by_sizes`, `partition_by_layout` | by bytes, by hand, by a string of letters |
 | `ranges_by_rank` | what each rank builds of it |
+| `measure_pieces` | what the pieces of a model cost, in seconds and bytes |
 | `cut`, `pieces_of`, `Piece`, `Cuttable`, `StageModule` | from a model to the modules of its stages |
 | `tie`, `tie_all`, `shared_parameters` | parameters that several stages share |
 | `Pipeline` | runs a schedule over the modules of this rank |
@@ -32,6 +33,7 @@ from .cutting import Cuttable, Piece, StageModule, cut, pieces_of, shared_parame
 from .errors import ScheduleError
 from .layout_text import partition_by_layout
 from .lowering import lower
+from .measuring import measure_pieces
 from .memory import MemoryAt
 from .partitioning import partition, partition_by_memory, partition_by_sizes, ranges_by_rank
 from .report import Report
@@ -64,6 +66,7 @@ __all__ = [
     "forward_only",
     "keep",
     "lower",
+    "measure_pieces",
     "partition",
     "partition_by_layout",
     "partition_by_memory",
