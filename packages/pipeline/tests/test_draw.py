@@ -34,7 +34,14 @@ def test_columns_line_up_with_many_micro_batches() -> None:
 def test_measured_costs_do_not_make_endless_pictures() -> None:
     costs = Costs(forward=[1e-6, 1.0], backward=2.0)
     (first, *_) = schedule("1f1b", stages=2, micro_batches=3).draw(costs).splitlines()
-    assert len(first.split()) <= MAX_COLUMNS + 2
+    assert len(first.split()) <= 40
+    long = schedule("gpipe", stages=1, micro_batches=2000).draw().split()
+    assert len(long) <= MAX_COLUMNS + 2
+
+
+def test_every_action_of_hundreds_is_named() -> None:
+    drawn = schedule("1f1b", stages=2, micro_batches=200).draw().split()
+    assert drawn.count("B199") == drawn.count("F150") == 2
 
 
 def test_more_than_ten_ranks_line_up() -> None:

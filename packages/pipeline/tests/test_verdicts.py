@@ -5,7 +5,9 @@ Written independently of the validator: no order is worked out, ranks simply go 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,9 +56,9 @@ def comes_through(rows: list[list[Word]], num_stages: int, *, blocking: bool) ->
             peer = word.peer
             if not word.is_send or peer >= len(rows) or position[peer] == len(rows[peer]):
                 continue
-            other = rows[peer][position[peer]]
-            if isinstance(other, Transfer) and not other.is_send and other.peer == rank:
-                if other.action != word.action or str(word.action) not in have[rank]:
+            end = rows[peer][position[peer]]
+            if isinstance(end, Transfer) and not end.is_send and end.peer == rank:
+                if end.action != word.action or str(word.action) not in have[rank]:
                     return False
                 have[peer].add(str(word.action))
                 position[rank] += 1
@@ -109,7 +111,7 @@ def plans(draw: st.DrawFn) -> Schedule:
     return schedule(name, ranks=ranks, micro_batches=draw(st.integers(least, least + 2)))
 
 
-def spoil(draw: st.DrawFn, rows: list[list[Word]]) -> None:
+def spoil(draw: Callable[[st.SearchStrategy[Any]], Any], rows: list[list[Word]]) -> None:
     """Moves, takes away or repeats one word."""
     row = draw(st.sampled_from([row for row in rows if row]))
     at = draw(st.integers(0, len(row) - 1))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..actions import Kind
     from ..timeline import Timeline
 
-__all__ = ["CHUNKS", "Box", "Picture", "Row", "picture"]
+__all__ = ["CHUNKS", "Box", "Picture", "Row", "column", "picture"]
 
 CHUNKS = "line: stage of the rank, none the first, whole the last"
 """What stands in the legend where ranks hold several stages."""
@@ -74,8 +74,7 @@ class Picture:
 def picture(timeline: Timeline) -> Picture:
     """The rows of a simulated step."""
     schedule = timeline.schedule
-    durations = [t.end - t.start for row in timeline.timings for t in row if t.end > t.start]
-    unit = max(min(durations), median(durations) / _FINEST) if durations else 1.0
+    unit = column(timeline)
     rows = []
     for rank, timings in enumerate(timeline.timings):
         stages = schedule.stages_of(rank)
@@ -102,6 +101,12 @@ def picture(timeline: Timeline) -> Picture:
         kinds=tuple(kind for kind in NAMES if kind in ran),
         has_chunks=several,
     )
+
+
+def column(timeline: Timeline) -> float:
+    """The time that one column of a picture stands for."""
+    durations = [t.end - t.start for row in timeline.timings for t in row if t.end > t.start]
+    return max(min(durations), median(durations) / _FINEST) if durations else 1.0
 
 
 def _title(timeline: Timeline) -> str:

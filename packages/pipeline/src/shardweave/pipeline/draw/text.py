@@ -12,6 +12,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from .colours import KINDS
+from .picture import column
 
 if TYPE_CHECKING:
     from ..actions import Action
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "grid", "program_grid"]
 
-MAX_COLUMNS = 400
-"""Measured costs differ by fractions; a picture wider than this helps nobody."""
+MAX_COLUMNS = 4000
+"""A picture wider than this helps nobody."""
 
 _ROUNDING = 1e-6
 """So much of a column is lost in sums of fractions."""
@@ -41,9 +42,9 @@ _PLAIN = "\x1b[0m"
 def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
     """One line per rank and one column per unit of time.
 
-    The unit is the shortest action, or what makes ``MAX_COLUMNS`` when that is longer. A longer action is
-    continued by ``-``, idle time is ``.``. A cell names kind and micro-batch, and the stage in front of them
-    when ranks hold several::
+    The unit is the shortest action that is not much shorter than the others, or what makes ``MAX_COLUMNS`` when
+    that is longer. A longer action is continued by ``-``, idle time is ``.``. A cell names kind and micro-batch,
+    and the stage in front of them when ranks hold several::
 
         rank 0  F0 F1 .  .  B0 -- B1 --
         rank 1  .  F0 B0 -- F1 B1 -- .
@@ -52,8 +53,7 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     than ``width`` characters go on in another block below.
     """
     timings = [timing for row in timeline.timings for timing in row]
-    durations = [timing.end - timing.start for timing in timings if timing.end > timing.start]
-    unit = max(min(durations, default=1.0), timeline.step_time / MAX_COLUMNS)
+    unit = max(column(timeline), timeline.step_time / MAX_COLUMNS)
     num_columns = ceil(timeline.step_time / unit - _ROUNDING)
     cell = max((len(_label(timing.action, timeline.schedule)) for timing in timings), default=1)
     names = _names(len(timeline.timings))
@@ -92,8 +92,8 @@ def _columns(row: Sequence[Timing], count: int, unit: float) -> list[tuple[Actio
     for timing in row:
         # Downwards, both: so an action of one unit has a column also when it starts between two.
         first, last = (int(time / unit + _ROUNDING) for time in (timing.start, timing.end))
-        for column in range(first, last):
-            columns[column] = timing.action, column == first
+        for place in range(first, last):
+            columns[place] = timing.action, place == first
     return columns
 
 
