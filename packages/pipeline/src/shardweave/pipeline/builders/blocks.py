@@ -1,4 +1,4 @@
-"""V-half and V-min: half and a third of 1F1B's memory (arXiv 2405.15362, section 3).
+"""V-half and V-min: half and a third of 1F1B's memory (arXiv 2405.15362).
 
 [Note: Schedules from a building block]
     One micro-batch walks down the V and back, forward and then backward: four actions on each of p ranks. The

@@ -1,4 +1,4 @@
-"""Looped breadth-first: GPipe over several stages per rank (arXiv 2211.05953, section 4.1)."""
+"""Looped breadth-first: GPipe over several stages per rank (arXiv 2211.05953, section 4)."""
 
 from __future__ import annotations
 

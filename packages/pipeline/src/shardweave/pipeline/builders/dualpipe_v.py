@@ -39,7 +39,7 @@ def dualpipe_v(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 class _Rank:
-    """The phases of one rank, in the order in which its repository's description numbers them."""
+    """The phases of one rank, one after the other."""
 
     def __init__(self, rank: int, ranks: int, micro_batches: int) -> None:
         self._rank, self._ranks, self._micro_batches = rank, ranks, micro_batches
