@@ -111,7 +111,7 @@ def mistakes(mesh: Mesh) -> Iterator[tuple[Callable[[], object], str]]:
     parts: Any = [8, 8]
     yield (
         lambda: FusedColumnLinear(8, parts, tp),
-        r"parts=\[8, 8\]: a fused layer has one part or more, by name",
+        r"parts=\[8, 8\]: a fused layer needs at least one part, by name",
     )
     tensor: Any = values(3)
     yield lambda: mark_partial(tensor, tp), "a Tensor is to be marked: give a module, a parameter"

@@ -134,7 +134,7 @@ class FusedColumnLinear(FusedLayers):
         super().__init__()
         if not isinstance(parts, Mapping) or not parts:
             raise ValueError(
-                f"parts={parts!r}: a fused layer has one part or more, by name, such as {{'query': 64, 'key': 16}}"
+                f"parts={parts!r}: a fused layer needs at least one part, by name, such as {{'query': 64, 'key': 16}}"
             )
         self.names = tuple(parts)
         for name, features in parts.items():
