@@ -76,6 +76,7 @@ def test_b014_groups_declared_in_another_order_on_each_rank_do_not_wait_for_each
     for name, parameter in mine.named_parameters():
         theirs = dict(whole[rank].named_parameters())[name]
         assert torch.equal(parameter, theirs)  # the values of the first that has it
+        assert sharding_of(parameter).name == (name if name in ("A", "B") else "")
         torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     norm = comm.gradient_norm(parameters, mesh.model)
     once = {id(p): p for part in whole for p in part.parameters()}

@@ -26,9 +26,9 @@ __all__ = ["clip_gradients", "gradient_norm", "sum_partial_gradients"]
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
     """Sums ``.grad`` in place over each parameter's ``partial`` axes.
 
-    All members of such an axis call it with the same parameters. Those that have names of their own in their
-    records may come in any order; others come in the same order. A parameter without a gradient counts as zero, so
-    that a rank on which it was not used does not leave the others waiting.
+    All members of such an axis call it with the same parameters of that axis in the same order; parameters of
+    different axes may be mixed in any way. A parameter without a gradient counts as zero, so that a rank on which it
+    was not used does not leave the others waiting.
     """
     for axis, members in _by_partial_axis(parameters).items():
         for parameter in members:
@@ -78,18 +78,9 @@ def _by_partial_axis(parameters: Iterable[Tensor]) -> dict[Axis, list[Tensor]]:
         for axis in sharding_of(parameter).partial:
             if axis.size > 1:
                 groups.setdefault(axis, []).append(parameter)
-    # A rank knows some of the axes only, and its parameters may come in another order than elsewhere: with one
-    # order for all ranks no two of them wait for each other.
-    axes = sorted(groups, key=lambda axis: (axis.name, axis.ranks))
-    return {axis: _in_order_of_names(groups[axis]) for axis in axes}
-
-
-def _in_order_of_names(parameters: list[Tensor]) -> list[Tensor]:
-    """Sorted, where every one has a name of its own; else as they are."""
-    names = [sharding_of(parameter).name for parameter in parameters]
-    if not all(names) or len(set(names)) < len(names):
-        return parameters
-    return sorted(parameters, key=lambda parameter: sharding_of(parameter).name)
+    # A rank knows some of the axes only, and comes upon them in another order than others: with one order for all
+    # ranks no two of them wait for each other.
+    return {axis: groups[axis] for axis in sorted(groups, key=lambda axis: (axis.name, axis.ranks))}
 
 
 def _norm(grad: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ also those that have no part in it; then all go through the ties in one order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from shardweave import comm
-from shardweave.comm import Axis
+from shardweave.comm import Axis, set_sharding, sharding_of
 
 from .ties import mark, parameters_of, ranks_of
 
@@ -39,9 +40,10 @@ def tie_all(
     A rank that holds two stages of a group, as the first rank of a V does of embedding and head, has one parameter in
     both places: the same object. Its gradient has both stages' summands, and it is counted once.
 
-    The ties are made in the order of their stages, then of their names. ``comm.sum_partial_gradients`` and
-    ``ZeroOptimizer`` have an order of their own, the same on all ranks. Parameters of two groups on the same ranks
-    are told apart by their canonical names, see :func:`tie`.
+    The ties are made in the order of their stages, then of their names. A parameter without a canonical name is
+    given its group's, so that ``ZeroOptimizer`` tells several ties on the same ranks apart.
+    ``comm.sum_partial_gradients`` has one order of its own for ties on different ranks; those on the same ranks it
+    takes in the order in which it is given them, which has to be the same there.
 
     Args:
         groups: by name, per stage that shares the group, this rank's copy or ``None``.
@@ -70,6 +72,16 @@ def tie_all(
         shared = axis.subset(ranks_of(axis, list(groups[name]), rank_of_stage))
         if copy is not None and shared is not None:
             mark(copy, axis, shared)
+            _name(name, copy)
+
+
+def _name(group: str, parameters: list[Tensor]) -> None:
+    """Names what has no canonical name yet, the same on all ranks."""
+    for index, its in enumerate(parameters):
+        record = sharding_of(its)
+        if not record.name:
+            name = group if len(parameters) == 1 else f"{group}.{index}"
+            set_sharding(its, replace(record, name=name))
 
 
 def _mine(
