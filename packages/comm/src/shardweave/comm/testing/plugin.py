@@ -9,6 +9,7 @@ process has only imported: a fork of one that has run a parallel region would ha
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import pickle
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     config.addinivalue_line("markers", _HOSTS_MARKER)
     if not (config.option.help or config.option.collectonly or _hands_tests_out(config)):
+        gc.freeze()  # what is imported so far is no garbage: looking through it again and again took a second a session
         import_ahead(config.getini("ranks_imports"))
         warm_zygote()
 

@@ -63,10 +63,12 @@ def _import(preload: Sequence[str]) -> None:
     """Imports ``preload``, with one thread for the libraries that make their pool while being loaded."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # a leader replaces the whole environment by its owner's
+    # Importing makes much and leaves no garbage behind; later a collection would write to pages that leaders and ranks
+    # share. Ranks turn collections on again.
+    gc.disable()
     for name in preload:
         importlib.import_module(name)
     gc.collect()
-    gc.disable()  # a collection would write to pages that leaders and ranks share; ranks turn it on again
     gc.freeze()
 
 
