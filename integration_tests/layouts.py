@@ -101,6 +101,7 @@ class Layout:
     stage: int = 0
     context: int = 1
     expert: int = 1
+    chunks: int = 1
 
     @property
     def ranks(self) -> int:
@@ -118,6 +119,7 @@ class Layout:
             "parallel.expert": self.expert,
             "parallel.sequence": self.sequence,
             "parallel.schedule": self.schedule,
+            "parallel.chunks": self.chunks,
             "zero.stage": self.stage,
             "batch.micro": self.micro,
             "model.layers": self.layers,
@@ -143,6 +145,7 @@ class Layout:
     def __str__(self) -> str:
         tensor = f"tp{self.tensor}{'+sp' if self.sequence else ''}"
         pipeline = f"pp{self.pipeline}" + (f" {self.schedule}" if self.pipeline > 1 else "")
+        pipeline += f" × {self.chunks}" if self.chunks > 1 else ""
         context = f" cp{self.context}" if self.context > 1 else ""
         experts = f" ep{self.expert}" if self.expert > 1 else ""
         return f"dp{self.data}{experts} {tensor} {pipeline}{context} zero{self.stage}"

@@ -14,7 +14,7 @@ What the points show between them (`wanted`) is checked by a test.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -24,8 +24,19 @@ from integration_tests.lattice.table import EXACT, layout_options, run_options, 
 __all__ = ["build", "wanted"]
 
 _SIZES = ("data", "tensor", "pipeline")
-_AXES = (*_SIZES, "sequence", "schedule", "stage")
+_AXES = (*_SIZES, "sequence", "stage")
 """Options that work on the same collectives and buffers: of these, every three values are tried together."""
+
+_ORDERS = ("schedule", "chunks")
+"""Options that say in which order stages work; there are many schedules, ..."""
+_WITH_ORDERS = ("pipeline", "stage", "tied", "experts")
+"""... so they are tried in pairs with what their parts have to do with, and alike with everything else."""
+_FEW: Mapping[str, list[Any]] = {
+    **{name: [2] for name in _SIZES},
+    "schedule": ["1f1b", "zb-v"],
+    "chunks": [1],
+}
+"""Of options with many values, those that are tried in other number formats than the exact one."""
 
 SHORTEST = 3
 """Points of a chain: at least so many, since loading in another layout takes two."""
@@ -34,15 +45,18 @@ SHORTEST = 3
 def wanted() -> list[Combination]:
     """What the points show between them, as far as it is possible.
 
-    In the exact number format: every pair of values of all options, and every three of the layout's own. In each
-    other format, whose tolerance is too wide to show much: every value of every layout option, of sizes only 2.
+    In the exact number format: every pair of values of all options, but for those of schedules with what stages do not
+    depend on, and every three of the layout's own. In each other format, whose tolerance is too wide to show much:
+    every value of every layout option, of sizes only 2, and of schedules two.
     """
     layout, run = layout_options(), run_options()
     everything = {name: values for name, values in (layout | run).items() if name != "numbers"}
     exact = ("numbers", EXACT)
-    pairs = [one | {exact} for one in combine(everything, 2)]
+    others = {name: values for name, values in everything.items() if name not in _ORDERS}
+    orders = {name: everything[name] for name in (*_ORDERS, *_WITH_ORDERS)}
+    pairs = [one | {exact} for one in dict.fromkeys([*combine(others, 2), *combine(orders, 2)])]
     triples = [one | {exact} for one in combine({name: layout[name] for name in _AXES}, 3)]
-    plain = {name: [2] if name in _SIZES else values for name, values in layout.items()}
+    plain = {name: _FEW.get(name, values) for name, values in layout.items()}
     formats = [
         frozenset({("numbers", number), (name, value)})
         for number in run["numbers"]

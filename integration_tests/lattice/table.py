@@ -18,6 +18,9 @@ from typing import Any
 
 from integration_tests.lattice.covering import Point, Rule, Space
 
+from shardweave.pipeline import BUILDERS
+from shardweave.pipeline import RULES as NUMBERS
+
 __all__ = [
     "EXACT", "LINES", "LIVE", "OPTIONS", "RULES", "STEPS", "Option",
     "layout_options", "num_ranks", "run_options", "settings", "space",
@@ -40,6 +43,9 @@ LINES = "lines.jsonl"
 
 LENGTH = 24
 """Tokens of a sample: so many are dealt out over 1, 2 or 4 context ranks, a piece from each end."""
+
+SCHEDULES = sorted(BUILDERS, key=lambda name: name != "1f1b")
+"""That of one rank first, where no other has an effect."""
 
 BASE: Mapping[str, Any] = {
     "model.hidden": 2 * HEADS,
@@ -90,7 +96,8 @@ OPTIONS: tuple[Option, ...] = (
         is_layout=True,
     ),
     _layout("chunked_loss", "batch.chunked_loss", False, True),
-    _layout("schedule", "parallel.schedule", "1f1b", "gpipe"),
+    _layout("schedule", "parallel.schedule", *SCHEDULES),
+    _layout("chunks", "parallel.chunks", 1, 2, 3),
     _layout("stage", "zero.stage", 0, 1, 2, 3),
     _layout("between", "zero.shard_between_micro_batches", "auto", True, False),
     _layout("prefetch", "zero.prefetch", "auto", 0, 3),
@@ -250,8 +257,19 @@ def _micro_batches_are_equal(data: int, accumulation: int) -> bool:
     return SAMPLES % (data * accumulation) == 0
 
 
-def _a_stage_has_a_block(pipeline: int, layers: int) -> bool:
-    return pipeline <= layers
+def _a_stage_has_a_piece(pipeline: int, layers: int, schedule: str, chunks: int) -> bool:
+    """Of the blocks, the embedding and the head."""
+    return pipeline * (NUMBERS[schedule].chunks or chunks) <= layers + 2
+
+
+def _chunks_are_for_schedules_that_take_any(chunks: int, schedule: str) -> bool:
+    return chunks == 1 or NUMBERS[schedule].chunks is None
+
+
+def _a_schedule_has_as_many_micro_batches_as_it_needs(
+    schedule: str, pipeline: int, accumulation: int
+) -> bool:
+    return accumulation >= NUMBERS[schedule].least(pipeline)
 
 
 def _key_heads_are_split_or_copied(tensor: int, kv_heads: int) -> bool:
@@ -281,7 +299,9 @@ RULES: tuple[Rule, ...] = (
     _two_levels_take_data_ranks_beside_each_other,
     _gradients_are_compressed_once,
     _micro_batches_are_equal,
-    _a_stage_has_a_block,
+    _a_stage_has_a_piece,
+    _chunks_are_for_schedules_that_take_any,
+    _a_schedule_has_as_many_micro_batches_as_it_needs,
     _key_heads_are_split_or_copied,
     _rounding_is_tried_with_moments,
 )
