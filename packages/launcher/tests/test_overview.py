@@ -67,3 +67,18 @@ def test_a_chunked_loss_holds_fewer_logits_and_kept_inputs_are_more() -> None:
     assert activations() - activations("batch.chunked_loss=true") == logits
     split = ("parallel.tensor=2", "batch.chunked_loss=true")
     assert activations(*split, "parallel.keep_inputs=true") - activations(*split) == 2 * 4 * hidden // 2
+
+
+def test_a_rank_with_both_ends_counts_a_tied_embedding_once() -> None:
+    stages = ("model.layers=6", "parallel.pipeline=2", "batch.global=8", "batch.micro=1", "zero.stage=0")
+    tied, apart = (
+        overview_of(*stages, "parallel.schedule=zb-v", f"model.tie_embeddings={tied}")
+        for tied in ("true", "false")
+    )
+    embedding = 4 * tied.shape.vocab * tied.shape.hidden
+    assert apart.memory[0][0].parameters - tied.memory[0][0].parameters == embedding
+    assert apart.memory[1][0].parameters == tied.memory[1][0].parameters
+    assert sum(uses[0].parameters for uses in tied.memory) == 4 * tied.parameters
+    told = [(label, text) for label, text in tied.details() if label.startswith("stage")]
+    assert [label for label, _ in told] == ["stage 0", "stage 3", "stage 1", "stage 2"]
+    assert "zb-v, 2 stages a rank, with" in dict(tied.header())["layout"]

@@ -221,3 +221,18 @@ def test_every_preset_is_quick_to_verify(name: str) -> None:
     small = transformer_config(shrunk.config)
     assert count_parameters(small) < 600_000
     assert batch_plan(shrunk.config, layout).global_batch * small.sequence <= 512
+
+
+def test_schedules_keep_the_micro_batches_they_need() -> None:
+    for name, before, after in (
+        ("dualpipe-v", 60, 8),
+        ("interleaved", 61, 9),
+        ("zb-h1", 3, 3),
+        ("1f1b", 61, 5),
+    ):
+        _, layout, shrunk = _shrunk(
+            "model.preset=gpt2-xl", "parallel.pipeline=4", f"parallel.schedule={name}", "parallel.sequence=false",
+            f"batch.global={before}", "batch.micro=1",
+        )  # fmt: skip
+        assert batch_plan(shrunk.config, layout).accumulation == after, name
+        check_fit(shrunk.config, layout, transformer_config(shrunk.config))
