@@ -190,6 +190,11 @@ def _experts_are_chosen_alike(experts: str, numbers: str) -> bool:
     return experts == "none" or numbers == EXACT
 
 
+def _rounding_is_tried_with_norms_that_have_a_slope(qk_norm: bool, norm: str, numbers: str) -> bool:
+    """A head has two numbers, and less their mean these are a sign: what comes through is noise but in float64."""
+    return not (qk_norm and norm == "layernorm") or numbers == EXACT
+
+
 def _a_sequence_is_shared_by_tensor_ranks(sequence: bool, tensor: int) -> bool:
     return tensor > 1 or not sequence
 
@@ -286,6 +291,7 @@ RULES: tuple[Rule, ...] = (
     _heads_are_exchanged_over_context_ranks,
     _experts_are_spread_over_data_ranks,
     _experts_are_chosen_alike,
+    _rounding_is_tried_with_norms_that_have_a_slope,
     _a_sequence_is_shared_by_tensor_ranks,
     _gathered_inputs_are_kept_or_come_in_pieces,
     _a_schedule_is_for_stages,
