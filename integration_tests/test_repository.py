@@ -254,3 +254,28 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert command in script.read_text(encoding="utf-8").splitlines()
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
     assert script.stat().st_mode & 0o111, ".ci/run is executable"
+
+
+def test_nothing_lies_about_in_the_root() -> None:
+    """What a session or an experiment leaves there would be committed with the next `git add`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:  # a copy without its history
+        names = {path.name for path in ROOT.iterdir() if path.is_file()} - {".git"}
+    else:
+        names = {name for name in listed.stdout.split("\0") if name and "/" not in name}
+    expected = {
+        ".gitignore",
+        "LICENSE",
+        "README.md",
+        "constraints.txt",
+        "mkdocs.yml",
+        "noxfile.py",
+        "pyproject.toml",
+    }
+    assert names <= expected
