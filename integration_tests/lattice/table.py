@@ -223,10 +223,11 @@ def _what_is_gathered_is_prefetched(
 
 
 def _what_is_gathered_is_bounded(
-    live: object, stage: int, data: int, context: int, replicas: int, experts: str
+    live: object, stage: int, data: int, context: int, replicas: int, experts: str, schedule: str
 ) -> bool:
-    """A block of experts is larger than the bound."""
-    return live == "auto" or (experts == "none" and _are_gathered(stage, data, context, replicas))
+    """A block of experts is larger than the bound, and so are blocks whose weight gradients are put off."""
+    fits = experts == "none" and schedule in ("1f1b", "gpipe", "interleaved", "breadth-first")
+    return live == "auto" or (fits and _are_gathered(stage, data, context, replicas))
 
 
 def _what_is_gathered_is_kept(kept: object, stage: int, data: int, context: int, replicas: int) -> bool:

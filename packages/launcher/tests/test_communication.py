@@ -208,3 +208,14 @@ def test_a_compressed_run_learns_and_resumes(kind: str, stage: int, tmp_path: Pa
         mesh.close()
     assert losses[9] < losses[0] - 0.5
     assert losses[14] < losses[9]
+
+
+def test_chunks_of_a_v_are_two_whatever_is_said() -> None:
+    config = _config("parallel.pipeline=2", "parallel.schedule=zb-v", "parallel.chunks=3")
+    [problem] = idle_over(config, Layout(pipeline=2))
+    assert problem.text == (
+        "`parallel.chunks: 3` has no effect because `parallel.schedule: zb-v` has 2 stages per rank"
+    )
+    for said in (1, 2):
+        config = _config("parallel.pipeline=2", "parallel.schedule=zb-v", f"parallel.chunks={said}")
+        assert list(idle_over(config, Layout(pipeline=2))) == []

@@ -265,3 +265,27 @@ def _logits_with_losses(losses: list[list[float]]) -> tuple[Tensor, Tensor]:
     others = (1 - probability).unsqueeze(-1).expand(-1, -1, 10) / 10
     logits = torch.cat([probability.unsqueeze(-1), others], -1).clamp_min(1e-300).log()
     return logits.transpose(0, 1), torch.zeros(wanted.shape, dtype=torch.int64)
+
+
+def test_both_ends_on_one_rank_share_a_tied_embedding() -> None:
+    config, tokens, targets = GPT2, *batch_of(GPT2)
+    whole = Transformer(config, seed=3, dtype=torch.float64)
+    whole.loss(whole(tokens), targets).backward()
+    first, last = (
+        Transformer(config, part=part, seed=3, dtype=torch.float64)
+        for part in (
+            Part(0, 1, embedding=True, head=False),
+            Part(1, config.layers, embedding=False, head=True),
+        )
+    )
+    last.share_embedding(first)
+    assert last.embedding.weight is first.embedding.weight
+    last.loss(last(first(tokens)), targets).backward()
+    torch.testing.assert_close(
+        first.embedding.weight.grad, whole.embedding.weight.grad, rtol=1e-12, atol=1e-12
+    )
+    with pytest.raises(ValueError, match="it takes the embedding's part and the head's, which are tied"):
+        first.share_embedding(whole)
+    untied = replace(config, tie_embeddings=False)
+    with pytest.raises(ValueError, match="tie_embeddings=False"):
+        Transformer(untied, part=last.part).share_embedding(Transformer(untied, part=first.part))

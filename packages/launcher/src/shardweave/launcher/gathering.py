@@ -6,7 +6,8 @@
     in use in turn       block after block, with the units that are gathered ahead (`zero.prefetch`)
     idle                 what is kept for the backward pass (`zero.keep_gathered`)
 
-Of a rank with several stages one runs at a time, in the schedule's order; what is gathered ahead may be another's.
+Of a rank with several stages one runs at a time, in the schedule's order; what is gathered ahead may be another's. A
+schedule that puts weight gradients off leaves the parameters in use until then: all of the rank's, at worst.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def gathered(config: Config, layout: Layout, shape: TransformerConfig, parts: Se
     if not _is_sharded(config, layout):
         return Gathered(0, 0, "")
     units = _units(config, layout, shape, parts)
+    if staging_of(config, layout, shape).halves:
+        return Gathered(_elements(units), _elements(units), "what puts weight gradients off")
     options = gathering_options(config.zero)
     prefetch = options.get("prefetch", _PREFETCH)
     stages = [_Stage.of(units, tree, part, shape) for tree, part in enumerate(parts)]

@@ -50,6 +50,12 @@ class Staging:
         """What a pipeline rank holds, stage by stage."""
         return [self.parts[stage] for stage in self.stages_of(rank)]
 
+    @property
+    def halves(self) -> bool:
+        """Whether weight gradients are put off, and with them the release of the parameters that they take."""
+        plan = self.plan(RULES[self.schedule].least(self.ranks))
+        return any(action.kind == "I" for row in plan.actions for action in row)
+
     def plan(self, micro_batches: int) -> Schedule:
         """The schedule of a step."""
         return schedule(self.schedule, ranks=self.ranks, chunks=self.chunks, micro_batches=micro_batches)
