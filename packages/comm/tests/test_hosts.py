@@ -210,14 +210,31 @@ def push(megabytes: float) -> tuple[float, LinkBytes]:
     return time.monotonic() - start, LinkBytes(after.received - before.received, after.sent - before.sent)
 
 
+def pushed(hosts: Hosts, ranks: int, megabytes: float, within: float) -> float:
+    """Seconds of the first push that takes less than ``within``, or of the quickest of six.
+
+    What a link lets through is a bound from above, which is what the tests are about; other work on the machine makes
+    a push slower, never quicker.
+    """
+    tries = []
+    for _ in range(6):
+        tries.append(max(seconds for seconds, _ in run_ranks(push, ranks, megabytes, hosts=hosts)))
+        if tries[-1] < within:
+            break
+    return min(tries)
+
+
 @pair
 @pytest.mark.parametrize("streams", [1, 4])
-def test_the_rate_holds_and_the_counters_count(hosts: Hosts, streams: int) -> None:
-    before = hosts.traffic(0)
-    results = run_ranks(push, 2 * streams, 20, hosts=hosts)
-    seconds = max(seconds for seconds, _ in results)
+def test_the_rate_holds(hosts: Hosts, streams: int) -> None:
+    seconds = pushed(hosts, 2 * streams, 20, within=20 * 8 / 180)
     assert 180 < 20 * 8 / seconds < 202  # Mbit/s; 198.5 is what 9000-byte frames leave of 200
-    there, back = results[-1][1]  # the last rank receives
+
+
+@pair
+def test_the_counters_count(hosts: Hosts) -> None:
+    before = hosts.traffic(0)
+    there, back = run_ranks(push, 2, 20, hosts=hosts)[-1][1]  # the last rank receives
     assert 20e6 < there < 1.03 * 20e6
     assert back < 0.01 * 20e6  # acknowledgements
     assert 20e6 < hosts.traffic(0).sent - before.sent < 1.03 * 20e6
@@ -225,11 +242,11 @@ def test_the_rate_holds_and_the_counters_count(hosts: Hosts, streams: int) -> No
 
 @pytest.mark.hosts(2, rate="50mbit")
 def test_the_rate_can_be_changed_and_lifted(hosts: Hosts) -> None:
-    slow = run_ranks(push, 2, 4, hosts=hosts)[1][0]
+    slow = pushed(hosts, 2, 4, within=0.7)
     hosts.set_rate("100mbit")
-    quicker = run_ranks(push, 2, 4, hosts=hosts)[1][0]
+    quicker = pushed(hosts, 2, 4, within=0.38)
     hosts.set_rate(None)
-    free = run_ranks(push, 2, 4, hosts=hosts)[1][0]
+    free = pushed(hosts, 2, 4, within=0.16)
     assert slow == pytest.approx(0.64, rel=0.1)
     assert quicker == pytest.approx(0.32, rel=0.2)
     assert free < 0.16
@@ -254,7 +271,7 @@ def ping(times: int) -> list[float]:
 def test_a_round_trip_takes_the_delay_twice(hosts: Hosts) -> None:
     trips = run_ranks(ping, 2, 20, hosts=hosts)[0]
     assert 0.010 <= min(trips) < 0.013
-    seconds, _ = run_ranks(push, 4, 10, hosts=hosts)[3]
+    seconds = pushed(hosts, 4, 10, within=10 * 8 / 150)
     assert 150 < 10 * 8 / seconds < 202  # the delay costs the start of the stream, not the rate
 
 
