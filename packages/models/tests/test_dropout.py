@@ -251,6 +251,6 @@ class _Recomputed(torch.nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor, masks: Masks, documents: Tensor | None = None) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, masks, documents, use_reentrant=False, preserve_rng_state=False)
+    def forward(self, x: Tensor, *others: object) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, *others, use_reentrant=False, preserve_rng_state=False)
         return y
