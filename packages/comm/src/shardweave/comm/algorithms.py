@@ -6,7 +6,7 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
 
     collective       NCCL               gloo                              axis without its own group
     all_reduce       backend            two ranks, 16-bit floats or up    two ranks: sends and an add
-                                        to 4 MiB: sends and an add        small: gather and add
+                                        to 1 MiB: sends and an add        small: gather and add
                                         small: gather and add, or         else reduce-scatter
                                         doubling for 8, 16, ...           + all-gather by sends
                                         else backend, or, for 16-bit
@@ -67,9 +67,10 @@ _GATHER, _SCATTER, _BROADCAST, _DOUBLE = range(4)
 _SMALL = 1 << 20
 """All-reduces whose gathered parts together take fewer bytes than this are gathered and added."""
 
-_SWAPPED = 4 << 20
-"""Two ranks all-reduce up to this many bytes by sending each other everything, in one round: the bytes of a ring of
-two, and half its time. Above it the time is the same, and what is received would take memory."""
+_SWAPPED = 1 << 20
+"""Two ranks all-reduce up to this many bytes by sending each other everything, in one round: the bytes of a ring.
+Up to 512 KiB that takes a third to two thirds of gloo's processor time, at 1 MiB as much; above it gains nothing that
+could be told from noise, behind a product it lost, and what is received would take memory."""
 
 _PIECE = 1 << 16
 """Elements that are converted at once to be added up."""
