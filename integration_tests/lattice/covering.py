@@ -70,8 +70,20 @@ class Space:
         return self._fill(dict(point), names, prefer or (lambda _, name: self.options[name]))
 
     def possible(self, wanted: Iterable[Combination]) -> list[Combination]:
-        """Those of the combinations that some whole point shows."""
-        return [one for one in wanted if self.complete(dict(one)) is not None]
+        """Those of the combinations that some whole point shows.
+
+        Points are completed with random values, so each shows hundreds of others as well, which need no search then.
+        """
+        everything, random = list(wanted), Random(0)
+        found: set[Combination] = set()
+
+        def any_order(point: Point, name: str) -> Sequence[Any]:
+            return random.sample(self.options[name], len(self.options[name]))
+
+        for one in everything:
+            if one not in found and (point := self.complete(dict(one), prefer=any_order)) is not None:
+                found |= shown(point, everything)
+        return [one for one in everything if one in found]
 
     def best(self, base: Point, missing: Sequence[Combination], random: Random) -> Point | None:
         """Of some points that contain `base`, the one that shows most of what is missing.
