@@ -216,7 +216,7 @@ def pushed(hosts: Hosts, ranks: int, megabytes: float, within: float) -> float:
     What a link lets through is a bound from above, which is what the tests are about; other work on the machine makes
     a push slower, never quicker.
     """
-    tries = []
+    tries: list[float] = []
     for _ in range(6):
         tries.append(max(seconds for seconds, _ in run_ranks(push, ranks, megabytes, hosts=hosts)))
         if tries[-1] < within:
