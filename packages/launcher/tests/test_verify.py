@@ -85,6 +85,8 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             *CHUNKED,
         ),
         ("parallel.pipeline=4", "optimizer.name=sgd", "optimizer.clip=null"),
+        # Both ends of the model on one rank, which shares a tied embedding, and a backward in halves.
+        ("parallel.data=2", "parallel.pipeline=2", "parallel.schedule=zb-v", "zero.stage=3", *CHUNKED),
         ("parallel.context=4", "zero.stage=3", *CHUNKED, *LLAMA),
         ("parallel.expert=2", "parallel.tensor=2", "zero.stage=3", *LLAMA, *EXPERTS),
         ("parallel.expert=2", "parallel.pipeline=2", "model.expert_capacity=1.0", *EXPERTS),

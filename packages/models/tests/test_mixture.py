@@ -338,10 +338,14 @@ def test_narrow_formats_and_a_loss_scale(dtype: torch.dtype) -> None:
     one_process(model, tokens, targets, scale=1024.0)
     _, seen = one_process(right, tokens, targets, scale=1024.0)
     assert seen.balance_loss.dtype == torch.float64
-    for (name, gradient), expected in zip(gradients(model).items(), gradients(right).values(), strict=True):
-        assert (gradient - expected).norm() < 0.1 * expected.norm(), name
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        one_process(Transformer(config), tokens, targets)
+    mixed = Transformer(config)
+    mixed.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", dtype=dtype):
+        one_process(mixed, tokens, targets, scale=1024.0)
+    expected = gradients(right)
+    for narrow in (model, mixed):
+        for name, gradient in gradients(narrow).items():
+            assert (gradient - expected[name]).norm() < 0.1 * expected[name].norm(), name
 
 
 @pytest.mark.ranks(2)
