@@ -177,6 +177,10 @@ class Axis:
         """Whether ``other`` is this axis, one of its factors, or made of some of its ranks."""
         return self == other or other in self.factors or set(other.ranks) <= set(self.ranks)
 
+    def overlaps(self, other: Axis) -> bool:
+        """Whether both have more than this rank in common, so that one cannot stand across the other."""
+        return len(set(self.ranks) & set(other.ranks)) > 1
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Axis) and (self.name, self.ranks) == (other.name, other.ranks)
 
@@ -192,9 +196,8 @@ class Axis:
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             f"{self!r} is a handle of this process (its process group, its ledger), so it cannot be pickled, and "
-            f"what holds "
-            "it neither (torch.save of a module with split layers): save module.state_dict(), or the module that "
-            "shardweave.tensor_parallel.gather gives back"
+            "what holds it neither (torch.save of a module with split layers): save module.state_dict(), or the "
+            "module that shardweave.tensor_parallel.gather gives back"
         )
 
     def __repr__(self) -> str:

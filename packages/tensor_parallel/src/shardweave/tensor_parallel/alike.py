@@ -61,9 +61,7 @@ class Alike:
             return
         flat = ids.reshape(-1).to(torch.int64)
         places = torch.arange(1, flat.numel() + 1, device=ids.device)
-        own = torch.stack(
-            [torch.full_like(places[:1].sum(), flat.numel()), flat.sum(), (flat * places).sum()]
-        )
+        own = torch.stack([flat.new_full((), flat.numel()), flat.sum(), (flat * places).sum()])
         told = all_gather(own.unsqueeze(0), axis).tolist()
         if any(numbers != told[0] for numbers in told):
             raise ValueError(

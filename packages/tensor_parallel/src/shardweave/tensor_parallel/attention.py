@@ -332,7 +332,7 @@ def _check_axes(axis: Axis, context: Axis | None) -> None:
     if context is None:
         return
     check_axes(context=context)
-    if len(set(axis.ranks) & set(context.ranks)) > 1:
+    if axis.overlaps(context):
         raise ValueError(
             f"axis={axis!r} shares the heads and context={context!r} the sequence: they have more than this rank in "
             "common; give two axes of one mesh, such as mesh.tp and mesh.cp of Mesh(cp=2, tp=2), or leave context out"

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shardweave.comm import Axis, Message, Pending, exchange
+from shardweave.comm import Axis
 
 from .relay import Relay
 
@@ -79,20 +79,16 @@ def scattered_product(x: Tensor, multiply: Multiply, features: int, axis: Axis, 
         nonlocal total
         total = piece if total is None else total.add_(piece)
 
-    under_way: list[Pending[Tensor]] = []
+    relay = Relay(axis)
     for distance in range(1, axis.size):
-        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-        piece = product(to)
-        arrived = _arrived(under_way)
-        under_way = exchange(
-            [Message.send(piece, axis, to), Message.receive(torch.empty_like(piece), axis, source)]
-        )
+        piece = product((axis.rank + distance) % axis.size)
+        arrived = relay.receive() if distance > 1 else None
+        relay.pass_on(piece, distance=distance)
         if arrived is not None:
             add(arrived)
     add(product(axis.rank))
-    last = _arrived(under_way)
-    if last is not None:
-        add(last)
+    if axis.size > 1:
+        add(relay.receive())
     assert total is not None
     return total.to(x.dtype)
 
@@ -113,15 +109,6 @@ def _in_turn(own: Tensor, axis: Axis, gathered: Tensor | None) -> Iterator[tuple
         yield (axis.rank - step) % axis.size, held
         if not is_last:
             held = relay.receive()
-
-
-def _arrived(under_way: list[Pending[Tensor]]) -> Tensor | None:
-    """What was received, when both directions are done: what was sent may go then."""
-    if not under_way:
-        return None
-    sent, received = under_way
-    sent.wait()
-    return received.wait()
 
 
 def _write(piece: Tensor, multiply: Multiply, out: Tensor) -> None:

@@ -19,9 +19,8 @@ from shardweave.comm import Axis
 from .adjacency import joined, place_adjacent
 from .features import FeatureSplit
 from .layer import ParallelLayer
-from .linear import ColumnParallelLinear, check_features
-from .overlap import Overlap, column_in_pieces
-from .products import column_linear
+from .linear import ColumnParallelLinear, side_by_side
+from .overlap import Overlap
 
 __all__ = ["FusedColumnLinear", "FusedLayers", "fused_linear"]
 
@@ -32,19 +31,7 @@ def fused_linear(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Ten
     ``x``: ``[..., in]`` as the layers take it; returns one ``[..., out_r]`` per layer, in their order (views
     of one tensor). The layers share axis, sequence dimension and having a bias or not, and do not gather.
     """
-    first = layers[0]
-    check_features(x, first.in_features, "these fused layers")
-    first.alike.check_parts(x, first.axis, first.sequence_dim)
-    features = sum(layer.out_features * layer.split.copies for layer in layers)
-    y = column_linear(
-        x,
-        [layer.weight for layer in layers],
-        [layer.bias for layer in layers],
-        first.axis,
-        sequence_dim=first.sequence_dim,
-        keep_inputs=first.keep_inputs,
-        decomposed=column_in_pieces(first.decomposed, x, features, first.axis),
-    )
+    y = side_by_side(x, layers, "these fused layers")
     return torch.split(y, [layer.weight.shape[0] for layer in layers], dim=-1)
 
 

@@ -11,6 +11,8 @@ matrix A in Y = X A of Shoeybi et al., section 3 (arXiv:1909.08053); ``weight`` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -103,17 +105,7 @@ class ColumnParallelLinear(ParallelLayer):
         Raises:
             ValueError: when the input's last dimension is not ``in_features``.
         """
-        check_features(x, self.in_features, "this column-parallel layer")
-        self.alike.check_parts(x, self.axis, self.sequence_dim)
-        y = column_linear(
-            x,
-            (self.weight,),
-            (self.bias,),
-            self.axis,
-            sequence_dim=self.sequence_dim,
-            keep_inputs=self.keep_inputs,
-            decomposed=column_in_pieces(self.decomposed, x, self.out_features * self.split.copies, self.axis),
-        )
+        y = side_by_side(x, (self,), "this column-parallel layer")
         if not self.gather_output:
             return y
         return gathered_features(y, self.out_features, self.axis)
@@ -123,6 +115,23 @@ class ColumnParallelLinear(ParallelLayer):
             f"in_features={self.in_features}, out_features={self.out_features} (here {self.split.length}), "
             f"bias={self.bias is not None}, axis={self.axis.name}:{self.axis.size}"
         )
+
+
+def side_by_side(x: Tensor, layers: Sequence[ColumnParallelLinear], whose: str) -> Tensor:
+    """The outputs of layers that read one input alike, side by side, from one product; ``whose``, for an error."""
+    first = layers[0]
+    check_features(x, first.in_features, whose)
+    first.alike.check_parts(x, first.axis, first.sequence_dim)
+    features = sum(layer.out_features * layer.split.copies for layer in layers)
+    return column_linear(
+        x,
+        [layer.weight for layer in layers],
+        [layer.bias for layer in layers],
+        first.axis,
+        sequence_dim=first.sequence_dim,
+        keep_inputs=first.keep_inputs,
+        decomposed=column_in_pieces(first.decomposed, x, features, first.axis),
+    )
 
 
 class RowParallelLinear(ParallelLayer):

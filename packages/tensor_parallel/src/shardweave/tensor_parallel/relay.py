@@ -1,4 +1,4 @@
-"""Passing a tensor round the ranks of an axis, one hop at a time, while it is in use.
+"""Passing tensors on to other ranks of an axis while the next ones are computed, or the same ones are in use.
 
 ::
 
@@ -24,28 +24,32 @@ __all__ = ["Relay"]
 
 
 class Relay:
-    """Passes a tensor on to the next rank while it is in use, and takes the one before it of the previous rank."""
+    """Passes a tensor on to the next rank while it is in use, and takes the one before it of the previous rank.
+
+    Or to, and of, those that are further away.
+    """
 
     def __init__(self, axis: Axis, tag: int = 0) -> None:
         self._axis, self._tag = axis, tag
         self._under_way: list[Pending[Tensor]] = []
 
-    def pass_on(self, tensor: Tensor, into: Tensor | None = None) -> None:
+    def pass_on(self, tensor: Tensor, into: Tensor | None = None, *, distance: int = 1) -> None:
         """Starts to send ``tensor``, which must not change any more, and to receive one like it.
 
-        ``into``: where the received one goes, contiguous; ``None``: into a new tensor.
+        ``into``: where the received one goes, contiguous; ``None``: into a new tensor. ``distance``: so many ranks
+        further on, and so many back, the same on all.
         """
         axis, tag = self._axis, self._tag
         into = torch.empty_like(tensor) if into is None else into
         self._under_way = exchange(
             [
-                Message.send(tensor, axis, (axis.rank + 1) % axis.size, tag),
-                Message.receive(into, axis, (axis.rank - 1) % axis.size, tag),
+                Message.send(tensor, axis, (axis.rank + distance) % axis.size, tag),
+                Message.receive(into, axis, (axis.rank - distance) % axis.size, tag),
             ]
         )
 
     def receive(self) -> Tensor:
-        """What the previous rank passed on. See [Note: Nothing is overwritten under way]."""
+        """What the other rank passed on. See [Note: Nothing is overwritten under way]."""
         sent, received = self._under_way
         self._under_way = []
         sent.wait()

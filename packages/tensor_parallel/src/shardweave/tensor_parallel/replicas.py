@@ -56,8 +56,7 @@ def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Se
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(
                 f"a {type(parameter).__name__} is to be marked: give a module, a parameter of it or several; a "
-                f"record on "
-                "anything else is lost"
+                "record on anything else is lost"
             )
     return listed
 
@@ -157,7 +156,7 @@ def _replicated(module: nn.Module, axis: Axis) -> Iterator[tuple[str, Tensor, Ax
 
 def _copies(record: Sharding, axis: Axis) -> list[Axis]:
     """Axes in ``axis`` over which all ranks hold the same slice."""
-    cutting = [split.axis for split in record.splits if len(set(split.axis.ranks) & set(axis.ranks)) > 1]
+    cutting = [split.axis for split in record.splits if split.axis.overlaps(axis)]
     if not cutting:
         return [axis]
     if axis in cutting:  # of the ranks that share it, some (perhaps all of them) have copies of one slice

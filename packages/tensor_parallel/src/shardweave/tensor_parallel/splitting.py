@@ -16,11 +16,10 @@ from .embedding import VocabParallelEmbedding
 from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedLayers
 from .layer import LOAD_WHOLE
-from .linear import ColumnParallelLinear, RowParallelLinear, check_features
+from .linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from .origins import LayerOrigin, keep_layer
-from .overlap import Overlap, column_in_pieces
+from .overlap import Overlap
 from .plans import Style
-from .products import column_linear
 from .resizing import replace_values
 
 __all__ = ["BlockColumnLinear", "LayerOptions", "split_layer"]
@@ -72,21 +71,7 @@ class BlockColumnLinear(FusedLayers):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., sum of this rank's parts]``."""
-        parts = self.fused()
-        first = parts[0]
-        check_features(x, first.in_features, "this column-parallel layer")
-        first.alike.check_parts(x, first.axis, first.sequence_dim)
-        weights, biases = [part.weight for part in parts], [part.bias for part in parts]
-        features = sum(part.out_features for part in parts)
-        return column_linear(
-            x,
-            weights,
-            biases,
-            first.axis,
-            sequence_dim=first.sequence_dim,
-            keep_inputs=first.keep_inputs,
-            decomposed=column_in_pieces(first.decomposed, x, features, first.axis),
-        )
+        return side_by_side(x, self.fused(), "this column-parallel layer")
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _check_reduced(record: Sharding, name: str, data: Axis) -> None:
     reduced = record.reduced or data
     if not data.contains(reduced):
         raise ValueError(f"parameter {name} is reduced over {reduced!r}, which is not inside data={data!r}")
-    if any(len(set(axis.ranks) & set(reduced.ranks)) > 1 for axis in apart):
+    if any(axis.overlaps(reduced) for axis in apart):
         raise ValueError(
             f"parameter {name} is split over {apart[0]!r}, which is inside data={data!r}: data ranks hold different "
             "parts of it, and reducing would add them up; split it over an axis of the model, or over mesh.ep with "

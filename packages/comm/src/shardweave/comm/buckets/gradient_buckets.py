@@ -223,7 +223,7 @@ def _check_copies(named: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> None
     """Refuses what ranks of the axis hold different parts of: adding their gradients up would mix them."""
     for name, parameter in named:
         for split in sharding_of(parameter).splits:
-            if len(set(split.axis.ranks) & set(axis.ranks)) > 1:
+            if split.axis.overlaps(axis):
                 raise ValueError(
                     f"parameter {name or tuple(parameter.shape)} is split over {split.axis!r}, so ranks of {axis!r} "
                     "hold different parts of it (experts, say); give the others to these buckets, and it to buckets "

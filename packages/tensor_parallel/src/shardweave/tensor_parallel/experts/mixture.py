@@ -176,7 +176,7 @@ def _check_given(
     axes = {name: axis for name, axis in given.items() if axis is not None}
     check_axes(**axes)
     for one, why in (("ep", "spreads the experts"), ("context", "holds parts of the sequences")):
-        if one in axes and "tp" in axes and len(set(axes[one].ranks) & set(axes["tp"].ranks)) > 1:
+        if one in axes and "tp" in axes and axes[one].overlaps(axes["tp"]):
             raise ValueError(
                 f"{one}={axes[one]!r} {why} and tp={axes['tp']!r} splits each expert: they have more than this "
                 f"rank in common; give two axes of one mesh, such as mesh.{'cp' if one == 'context' else one} "

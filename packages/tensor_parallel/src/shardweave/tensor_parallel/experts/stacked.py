@@ -66,7 +66,7 @@ class StackedLinear(ParallelLayer):
             raise ValueError(
                 "experts over several ranks need reduced=mesh.expert_data, who holds the same ones"
             )
-        if reduced is not None and len(set(ep.ranks) & set(reduced.ranks)) > 1:
+        if reduced is not None and ep.overlaps(reduced):
             raise ValueError(
                 f"ep={ep!r} holds different experts, and reduced={reduced!r} the same ones: they share more than this "
                 "rank; give ep=mesh.ep and reduced=mesh.expert_data of one mesh"
