@@ -10,12 +10,11 @@ import pytest
 import torch
 from packages.comm.tests.live import LiveBytes
 from packages.models.tests.reference import FAMILIES, batch_of, build
-from torch import Tensor
+from packages.models.tests.training import expect_equal_training, near
 
-from shardweave import comm
 from shardweave.comm import Link, Links, Mesh, WeightGradients, gradient_work
 from shardweave.models import Part, Transformer, TransformerConfig, generate
-from shardweave.tensor_parallel import Overlap, ProductSpeed, assert_replicas_equal, head_loss
+from shardweave.tensor_parallel import Overlap, ProductSpeed, head_loss
 
 TIED, UNTIED = FAMILIES["gpt2"], FAMILIES["llama"]
 
@@ -28,46 +27,17 @@ def small_chunks() -> Iterator[None]:
         yield
 
 
-def near(found: Tensor | None, expected: Tensor | None, what: str = "", rtol: float = 1e-10) -> None:
-    """Sums in another order: a few units in the last place of float64."""
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-11, msg=lambda text: f"{what}: {text}")
-
-
-def step(model: Transformer) -> Tensor:
-    """The loss of all tokens, divided once by the number of valid ones; gradients are complete afterwards."""
-    tokens, targets = batch_of(model.config)
-    loss = model.loss(model(tokens), targets) / (targets != -100).sum()
-    loss.backward()
-    comm.sum_partial_gradients(model.parameters())
-    return comm.all_reduce(loss.detach(), model.context)
-
-
-def expect_equal_training(config: TransformerConfig, mesh: Mesh, **options: Any) -> None:
+def expect_equal_with(config: TransformerConfig, mesh: Mesh, **options: Any) -> None:
     whole, split = build(config), build(config, tensor=mesh.tp, context=mesh.cp, **options)
-    full = dict(whole.named_parameters())
     tokens, _ = batch_of(config)
     near(split.gather_logits(split(tokens)), whole(tokens), "logits")
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, split)]
-    for _ in range(3):
-        near(step(split), step(whole), "loss")
-        for name, parameter in split.named_parameters():
-            reference = full[name].grad
-            assert reference is not None
-            near(parameter.grad, reference[comm.full_index(parameter)], name, rtol=1e-9)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in split.named_parameters():
-        reference = full[name][comm.full_index(parameter)]
-        torch.testing.assert_close(parameter, reference, rtol=1e-8, atol=1e-10, msg=name)
-    assert_replicas_equal(split, mesh.tp)
-    assert_replicas_equal(split, mesh.cp)
+    expect_equal_training(whole, split)
 
 
 def test_one_process_trains_as_with_all_logits() -> None:
     with small_chunks():
         for config in FAMILIES.values():
-            expect_equal_training(config, Mesh(), chunked_loss=True)
+            expect_equal_with(config, Mesh(), chunked_loss=True)
 
 
 @pytest.mark.ranks(2)
@@ -75,11 +45,11 @@ def test_two_ranks_train_as_one_process() -> None:
     mesh, split = Mesh(tp=2), {"sequence_parallel": True}
     with small_chunks():
         for config in (TIED, UNTIED):
-            expect_equal_training(config, mesh, chunked_loss=True)
+            expect_equal_with(config, mesh, chunked_loss=True)
             for option in ("chunked_loss", "keep_inputs", "decomposed"):
-                expect_equal_training(config, mesh, **split, **{option: True})
+                expect_equal_with(config, mesh, **split, **{option: True})
         for config in FAMILIES.values():
-            expect_equal_training(
+            expect_equal_with(
                 config, mesh, **split, keep_inputs=True, decomposed=True, chunked_loss=config is TIED
             )
 
@@ -89,9 +59,9 @@ def test_four_ranks_train_as_one_process() -> None:
     options = {"chunked_loss": True, "keep_inputs": True, "sequence_parallel": True}
     with small_chunks():
         for config in (TIED, UNTIED):
-            expect_equal_training(config, Mesh(tp=4), **options)
-            expect_equal_training(config, Mesh(tp=2, cp=2), **options)
-            expect_equal_training(config, Mesh(cp=4), chunked_loss=True)
+            expect_equal_with(config, Mesh(tp=4), **options)
+            expect_equal_with(config, Mesh(tp=2, cp=2), **options)
+            expect_equal_with(config, Mesh(cp=4), chunked_loss=True)
 
 
 @pytest.mark.ranks(2)

@@ -10,37 +10,21 @@ from typing import Literal
 import pytest
 import torch
 from packages.models.tests.reference import FAMILIES, batch_of, build
+from packages.models.tests.training import expect_equal_training, near
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardweave import comm
 from shardweave.comm import Axis, DropoutStreams, Mesh
 from shardweave.models import Transformer, TransformerConfig
-from shardweave.tensor_parallel import assert_replicas_equal, context_positions, document_targets
+from shardweave.tensor_parallel import context_positions, document_targets
 
 FORMS: tuple[Literal["ring", "all-to-all"], ...] = ("ring", "all-to-all")
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1], [4, 4, 4, 4, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 0]])
 STREAMS = DropoutStreams(3, 7, torch.tensor([4, 1, 9]))
 
 
-def near(found: Tensor | None, expected: Tensor | None, what: str = "", rtol: float = 1e-10) -> None:
-    """Sums in another order: a few units in the last place of float64."""
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-11, msg=lambda text: f"{what}: {text}")
-
-
-def step(
-    model: Transformer, targets: Tensor, streams: DropoutStreams | None, documents: Tensor | None
-) -> Tensor:
-    """The loss of all tokens, divided once by the number of valid ones; gradients are complete afterwards."""
-    tokens, _ = batch_of(model.config)
-    logits = model(tokens, streams=streams, documents=documents)
-    loss = model.loss(logits, targets) / (targets != -100).sum()
-    loss.backward()
-    comm.sum_partial_gradients(model.parameters())
-    return comm.all_reduce(loss.detach(), model.context)
-
-
-def expect_equal_training(
+def expect_equal_over(
     config: TransformerConfig,
     mesh: Mesh,
     targets: Tensor,
@@ -50,27 +34,10 @@ def expect_equal_training(
     documents: Tensor | None,
     streams: DropoutStreams | None,
 ) -> None:
-    whole = build(config)
     split = build(
         config, tensor=mesh.tp, sequence_parallel=sequence_parallel, context=mesh.cp, context_form=form
     )
-    full = dict(whole.named_parameters())
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, split)]
-    for _ in range(3):
-        expected = step(whole, targets, streams, documents)
-        near(step(split, targets, streams, documents), expected, "loss")
-        for name, parameter in split.named_parameters():
-            reference = full[name].grad
-            assert reference is not None
-            near(parameter.grad, reference[comm.full_index(parameter)], name, rtol=1e-9)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in split.named_parameters():
-        reference = full[name][comm.full_index(parameter)]
-        torch.testing.assert_close(parameter, reference, rtol=1e-8, atol=1e-10)
-    for axis in (mesh.cp, mesh.tp):
-        assert_replicas_equal(split, axis)
+    expect_equal_training(build(config), split, targets, streams=streams, documents=documents)
 
 
 def layouts() -> Iterator[tuple[Mesh, bool]]:
@@ -93,7 +60,7 @@ def test_training_equals_one_process(form: Literal["ring", "all-to-all"]) -> Non
             turn += 1
             if dropping:
                 config = replace(config, dropout=0.3, attention_dropout=0.2)
-            expect_equal_training(
+            expect_equal_over(
                 config,
                 mesh,
                 targets if family != "gpt2" else document_targets(targets, DOCUMENTS),
@@ -121,7 +88,7 @@ def test_b017_ranks_with_unequal_numbers_of_valid_tokens() -> None:
                 uneven[row, column] = (row + place) % config.vocab
         assert (uneven != -100).sum() == sum(numbers)
         for form in FORMS:
-            expect_equal_training(
+            expect_equal_over(
                 config, mesh, uneven, form=form, sequence_parallel=False, documents=None, streams=None
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packages.models.tests.reference import MIXTURES, batch_of, build, reference_mean_loss
+from packages.models.tests.training import expect_equal_gradients, expect_equal_parameters, near
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,11 +18,6 @@ from shardweave import comm
 from shardweave.comm import DropoutStreams, Mesh
 from shardweave.models import Part, RouterStatistics, StepRouters, Transformer, TransformerConfig, generate
 from shardweave.tensor_parallel import assert_replicas_equal
-
-
-def near(found: Tensor | None, expected: Tensor | None, what: str = "", rtol: float = 1e-10) -> None:
-    """Sums in another order: a few units in the last place of float64."""
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-11, msg=lambda text: f"{what}: {text}")
 
 
 def one_process(
@@ -159,7 +155,6 @@ def expect_equal_training(
     if recompute:
         compute_again(split)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, split)]
-    full = dict(whole.named_parameters())
     for number in range(3):
         expected, right = step(whole, alone, batch, micro=4, number=number)
         found, seen = step(split, mesh, batch, micro=micro, number=number)
@@ -169,18 +164,13 @@ def expect_equal_training(
         assert seen.counts.tolist() == right.counts.tolist()
         assert seen.dropped.tolist() == right.dropped.tolist()
         assert seen.loss == pytest.approx(right.loss, rel=1e-10)
-        for name, parameter in split.named_parameters():
-            reference = full[name].grad
-            assert reference is not None
-            near(parameter.grad, reference[comm.full_index(parameter)], name, rtol=1e-9)
+        expect_equal_gradients(split, whole)
         for model, statistics, optimizer in zip((whole, split), (right, seen), optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             if config.router_bias:
                 model.move_router_biases(statistics, 0.05)
-    for name, parameter in split.named_parameters():
-        reference = full[name][comm.full_index(parameter)]
-        torch.testing.assert_close(parameter, reference, rtol=1e-8, atol=1e-10)
+    expect_equal_parameters(split, whole)
     for name, buffer in split.named_buffers():
         assert torch.equal(buffer, dict(whole.named_buffers())[name]), name
     for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.expert_data):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from packages.models.tests.reference import FAMILIES, batch_of, build
+from packages.models.tests.training import expect_equal_gradients, expect_equal_training, near
 from torch import Tensor
 
 from shardweave import comm
@@ -25,55 +26,14 @@ from shardweave.tensor_parallel import check_replicas
 RANKS = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 4)]
 
 
-def _close(
-    actual: Tensor | None,
-    expected: Tensor | None,
-    name: str = "",
-    *,
-    rtol: float = 1e-10,
-    atol: float = 1e-11,
-) -> None:
-    """Sums over ranks are added in another order than in one product: a few units in the last place of float64."""
-    assert actual is not None, name
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
-
-
-def _step(model: Transformer, tensor: Axis, streams: DropoutStreams | None) -> tuple[Tensor, Tensor]:
-    """Loss and gradient norm of one batch; the gradients are complete afterwards."""
-    tokens, targets = batch_of(model.config)
-    loss = model.loss(model(tokens, streams=streams), targets) / (targets != -100).sum()
-    loss.backward()
-    comm.sum_partial_gradients(model.parameters())
-    return loss.detach(), comm.gradient_norm(model.parameters(), tensor)
-
-
-def _expect_equal_training(
+def _expect_equal_over(
     config: TransformerConfig, tensor: Axis, *, sequence_parallel: bool, streams: DropoutStreams | None = None
 ) -> None:
     whole = build(config)
     split = build(config, tensor=tensor, sequence_parallel=sequence_parallel)
-    full = dict(whole.named_parameters())
     tokens, _ = batch_of(config)
-    _close(split.gather_logits(split(tokens, streams=streams)), whole(tokens, streams=streams))
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1) for model in (whole, split)
-    ]
-    for _ in range(3):
-        expected, expected_norm = _step(whole, Axis.single(), streams)
-        loss, norm = _step(split, tensor, streams)
-        _close(loss, expected)
-        _close(norm, expected_norm)
-        for name, parameter in split.named_parameters():
-            reference = full[name].grad
-            assert reference is not None
-            assert parameter.grad is not None, name
-            _close(parameter.grad, reference[comm.full_index(parameter)], name, rtol=1e-9)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in split.named_parameters():
-        # AdamW divides noise by noise where a gradient is zero in theory (the key's bias): lr times 1e-17 / 1e-8.
-        _close(parameter, full[name][comm.full_index(parameter)], name, rtol=1e-8, atol=1e-10)
+    near(split.gather_logits(split(tokens, streams=streams)), whole(tokens, streams=streams))
+    expect_equal_training(whole, split, streams=streams)
     check_replicas(split, tensor)
 
 
@@ -81,7 +41,7 @@ def _expect_equal_training(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_training_equals_one_process(ranks: int, family: str, sequence_parallel: bool) -> None:
-    _expect_equal_training(FAMILIES[family], Mesh(tp=ranks).tp, sequence_parallel=sequence_parallel)
+    _expect_equal_over(FAMILIES[family], Mesh(tp=ranks).tp, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -90,7 +50,7 @@ def test_training_equals_one_process(ranks: int, family: str, sequence_parallel:
 def test_training_with_dropout_equals_one_process(ranks: int, family: str, sequence_parallel: bool) -> None:
     config = replace(FAMILIES[family], dropout=0.3, attention_dropout=0.2)
     streams = DropoutStreams(3, 7, torch.tensor([4, 1, 9]))
-    _expect_equal_training(config, Mesh(tp=ranks).tp, sequence_parallel=sequence_parallel, streams=streams)
+    _expect_equal_over(config, Mesh(tp=ranks).tp, sequence_parallel=sequence_parallel, streams=streams)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -147,16 +107,12 @@ def test_two_dimensions_of_layout_at_once() -> None:
         loss.backward()
         assert x.grad is not None
         comm.send(x.grad, mesh.pp, 0)
-        _close(loss, expected)
+        near(loss, expected)
     comm.sum_partial_gradients(stage.parameters())
     for _, copy in stage.tied_parameters():
         assert copy.grad is not None
         comm.all_reduce(copy.grad, mesh.pp)
-    full = dict(whole.named_parameters())
-    for name, parameter in stage.named_parameters():
-        reference = full[name].grad
-        assert reference is not None
-        _close(parameter.grad, reference[comm.full_index(parameter)], name)
+    expect_equal_gradients(stage, whole, rtol=1e-10)
 
 
 @pytest.mark.ranks(2)
@@ -201,11 +157,11 @@ def test_b019_a_data_rank_without_labels_adds_nothing() -> None:
     loss, model = _data_parallel_step(config, mesh.dp, [(tokens, targets if mesh.dp.is_first else nothing)])
     assert torch.isfinite(loss)
     for (name, left), right in zip(alone.named_parameters(), model.parameters(), strict=True):
-        _close(right.grad, left.grad, name)
+        near(right.grad, left.grad, name)
     both = [(tokens, targets), (tokens, nothing)]
     loss, model = _data_parallel_step(config, mesh.dp, both if mesh.dp.is_first else both[1:] * 2)
     for (name, left), right in zip(alone.named_parameters(), model.parameters(), strict=True):
-        _close(right.grad, left.grad, name)
+        near(right.grad, left.grad, name)
     loss, model = _data_parallel_step(config, mesh.dp, [(tokens, nothing)])
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -242,7 +198,7 @@ def test_b026_an_odd_vocabulary_has_no_padding_on_two_ranks() -> None:
         dict(model.named_parameters())["norm.bias"].fill_(1.0)
         model.embedding.weight.fill_(-1 / 16)
     logits = model.gather_logits(model(tokens))
-    _close(logits, torch.full((8, 3, 11), -1.0, dtype=torch.float64))
+    near(logits, torch.full((8, 3, 11), -1.0, dtype=torch.float64))
     assert int(logits.argmax(-1).max()) < 11
     loss = model.loss(model(tokens), targets) / valid
     assert loss.item() == pytest.approx(2.397895, abs=1e-6)
