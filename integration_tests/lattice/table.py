@@ -10,6 +10,7 @@ like options.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import Any
 
 from integration_tests.lattice.covering import Point, Rule, Space
 
+from shardweave.launcher.layout import layout_of
+from shardweave.launcher.reading import load_config
+from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.staging import staging_of
 from shardweave.pipeline import BUILDERS
 from shardweave.pipeline import RULES as NUMBERS
 
@@ -222,11 +227,18 @@ def _what_is_gathered_is_prefetched(
     return prefetch == "auto" or _are_gathered(stage, data, context, replicas)
 
 
+@functools.cache
+def _puts_weight_gradients_off(schedule: str) -> bool:
+    """As the launcher has it, which then gathers all of a rank's stages."""
+    config = load_config(None, ["parallel.pipeline=2", f"parallel.schedule={schedule}"])
+    return staging_of(config, layout_of(config), transformer_config(config)).halves
+
+
 def _what_is_gathered_is_bounded(
     live: object, stage: int, data: int, context: int, replicas: int, experts: str, schedule: str
 ) -> bool:
     """A block of experts is larger than the bound, and so are blocks whose weight gradients are put off."""
-    fits = experts == "none" and schedule in ("1f1b", "gpipe", "interleaved", "breadth-first")
+    fits = experts == "none" and not _puts_weight_gradients_off(schedule)
     return live == "auto" or (fits and _are_gathered(stage, data, context, replicas))
 
 
