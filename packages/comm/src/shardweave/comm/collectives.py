@@ -8,7 +8,8 @@ Each collective comes twice: ``all_reduce`` waits, ``start_all_reduce`` returns 
 ``wait`` gives the result. All members of the axis make the same calls in the same order.
 
 How they are composed on gloo, and on axes without a group of their own (measured on torch 2.13), is decided in
-``algorithms.py``, and how they go in two levels over several nodes in ``two_level.py``; here are the shapes.
+``algorithms.py`` and ``all_reduces.py``, and how they go in two levels over several nodes in ``two_level.py``; here are
+the shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import algorithms, two_level
+from . import algorithms, all_reduces, two_level
 from .axis import Axis
 from .background import Background
 from .books import entry_of
@@ -28,6 +29,7 @@ from .devices import local_device
 from .guards import Ticket
 from .p2p import contiguous_like
 from .pending import Pending
+from .steps import Steps
 
 __all__ = [
     "all_gather",
@@ -81,7 +83,7 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
         if background is not None:
             steps = two_level.all_reduce(buffer, background, op)
         else:
-            steps = algorithms.all_reduce(buffer, axis, op, blocking=blocking)
+            steps = all_reduces.all_reduce(buffer, axis, op, blocking=blocking)
 
     def finish() -> Tensor:
         steps.finish()
@@ -328,7 +330,7 @@ def _device(axis: Axis) -> torch.device:
 def _counted(
     kind: str,
     axis: Axis,
-    steps: algorithms.Steps,
+    steps: Steps,
     finish: Callable[[], Tensor],
     tensor: Tensor,
     ticket: Ticket | None,

@@ -13,7 +13,7 @@ HIERARCHIES = ("auto", "flat", "two-level")
 """``auto``: as the cost model predicts; the other two are kept to whatever it would say."""
 
 _GATHERED = 1 << 20
-"""As in ``algorithms.py``: all-reduces below this, all ranks together, are gathered and added."""
+"""As in ``all_reduces.py``: all-reduces below this, all ranks together, are gathered and added."""
 
 
 def chooser(hierarchy: str, fabric: Fabric, *, native: bool) -> Callable[[str, int], bool]:
@@ -44,7 +44,7 @@ def _best(kind: str, size: int, fabric: Fabric, *, two_level: bool) -> float:
 
 
 def _composed(kind: str, size: int, fabric: Fabric) -> float:
-    """What ``algorithms.py`` does on gloo over several nodes."""
+    """What ``algorithms.py`` and ``all_reduces.py`` do on gloo over several nodes."""
     if kind != "all_reduce":
         return predict(kind, size, fabric, "direct")
     if size * fabric.ranks > _GATHERED:

@@ -32,10 +32,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import algorithms
+from . import algorithms, all_reduces
 from .axis import Axis
 from .background import Background, Levels
+from .combining import combine
 from .partition import split_sizes
+from .steps import Steps
 from .wires import NOTHING, Sent
 
 __all__ = [
@@ -62,7 +64,7 @@ def background_for(axis: Axis, kind: str, size: int) -> Background | None:
     return background
 
 
-def all_reduce(buffer: Tensor, background: Background, op: str) -> algorithms.Steps:
+def all_reduce(buffer: Tensor, background: Background, op: str) -> Steps:
     """In place on ``buffer``; ``op``: sum or mean.
 
     Piece by piece, so that the network is not idle while the ranks of a node talk::
@@ -75,12 +77,12 @@ def all_reduce(buffer: Tensor, background: Background, op: str) -> algorithms.St
 
     def work() -> Sent:
         sent = NOTHING
-        between: deque[tuple[algorithms.Steps, _Piece]] = deque()
-        gathers: list[algorithms.Steps] = []
+        between: deque[tuple[Steps, _Piece]] = deque()
+        gathers: list[Steps] = []
         for flat in pieces:
             piece = _Piece(flat, levels.local)
             sent += piece.scatter(op).run()
-            between.append((algorithms.all_reduce(piece.mine, levels.across, op, blocking=True), piece))
+            between.append((all_reduces.all_reduce(piece.mine, levels.across, op, blocking=True), piece))
             if len(between) > _BETWEEN:
                 sent += _land(between.popleft(), gathers)
         for landing in between:
@@ -118,10 +120,10 @@ def reduce_to_local(whole: Tensor, out: Tensor, levels: Levels, op: str) -> Sent
     lengths = [out.numel()] * levels.local.size
     inside, _ = algorithms.reduce_scatter(whole, out, lengths, levels.local, op)
     sent = inside.run()
-    return sent + algorithms.all_reduce(out, levels.across, op, blocking=True).run()
+    return sent + all_reduces.all_reduce(out, levels.across, op, blocking=True).run()
 
 
-def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) -> algorithms.Steps:
+def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) -> Steps:
     """``whole``: one part for each position along dim 0, equally long; ``out``: this rank's, perhaps wider.
 
     Each block of ``whole`` holds the parts of one node's ranks, and its sum over my node is what that node gets from
@@ -140,7 +142,7 @@ def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) 
         )
         received = torch.empty_like(sums)
 
-        def add_up(node: int, into: Tensor) -> algorithms.Steps:
+        def add_up(node: int, into: Tensor) -> Steps:
             return algorithms.reduce_scatter(blocks[node], into[node], lengths, local, op)[0]
 
         leaving = [add_up(node, sums) for node in range(across.size) if node != across.rank]
@@ -148,13 +150,13 @@ def reduce_scatter(whole: Tensor, out: Tensor, background: Background, op: str) 
         outside = algorithms.exchange_parts(sums, received, across)
         sent += add_up(across.rank, received).run()
         sent += outside.run()
-        algorithms.combine(received, out, op)
+        combine(received, out, op)
         return sent
 
     return _launch(background, work)
 
 
-def all_gather(mine: Tensor, gathered: Tensor, background: Background) -> algorithms.Steps:
+def all_gather(mine: Tensor, gathered: Tensor, background: Background) -> Steps:
     """``mine``: this rank's part, perhaps already in its place in ``gathered``; all of equal length along dim 0.
 
     The node's own block is gathered while the others' travel.
@@ -187,16 +189,16 @@ class _Piece:
         self._lengths = list(split_sizes(flat.numel(), local.size) if lengths is None else lengths)
         self.mine = flat.new_empty(self._lengths[local.rank])
 
-    def scatter(self, op: str) -> algorithms.Steps:
+    def scatter(self, op: str) -> Steps:
         """Adds the node's tensors up."""
         return algorithms.reduce_scatter(self._flat, self.mine, self._lengths, self._local, op)[0]
 
-    def gather(self) -> algorithms.Steps:
+    def gather(self) -> Steps:
         """Puts the parts of all ranks of the node back."""
         return algorithms.all_gather(self.mine, self._flat, self._lengths, self._local)
 
 
-def _land(crossing: tuple[algorithms.Steps, _Piece], gathers: list[algorithms.Steps]) -> Sent:
+def _land(crossing: tuple[Steps, _Piece], gathers: list[Steps]) -> Sent:
     """Waits until a piece has crossed and launches its way back into the node."""
     steps, piece = crossing
     sent = steps.run()
@@ -210,9 +212,9 @@ def _levels(background: Background) -> Levels:
     return background.levels
 
 
-def _launch(background: Background, work: Callable[[], Sent]) -> algorithms.Steps:
+def _launch(background: Background, work: Callable[[], Sent]) -> Steps:
     """Puts ``work`` on the stream; what it sent is known when it is done."""
-    steps = algorithms.Steps([], NOTHING)
+    steps = Steps([], NOTHING)
 
     def run() -> None:
         steps.sent = work()
