@@ -24,6 +24,7 @@ from shardweave.tensor_parallel import (
     assert_replicas_equal,
     mark_partial,
 )
+from shardweave.tensor_parallel.replicas import kinds_of
 
 
 class Block(nn.Module):
@@ -199,6 +200,23 @@ def test_copies_of_other_shapes_are_no_copies() -> None:
     one = nn.ParameterDict({"a": torch.zeros(2)} | ({} if first else {"b": torch.zeros(2)}))
     with pytest.raises(RuntimeError, match=r"b is \(2,\) of torch.float32 on rank 1 and missing on rank 0"):
         assert_replicas_equal(one, axis)
+
+
+def test_kinds_are_compared_with_all_that_hold_a_copy() -> None:
+    """Over an axis of several factors: with the ranks of each that the parameter is not split over."""
+
+    def axis(name: str, ranks: tuple[int, ...], factors: tuple[Axis, ...] = ()) -> Axis:
+        group = torch.distributed.ProcessGroup(0, len(ranks))  # type: ignore[call-arg]
+        return Axis(name, ranks, 0, group, factors=factors)
+
+    tp = axis("tp", (0, 1))
+    world = axis("world", tuple(range(8)), (axis("dp", (0, 4)), axis("cp", (0, 2)), tp))
+    weight, bias = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, dtype=F64))
+    comm.set_sharding(weight, Sharding("weight", (4, 3), (Split(tp, 0, 0),)))
+    assert kinds_of(nn.ParameterDict({"weight": weight, "bias": bias}), world) == {
+        "weight": ("(2, 3) of torch.float32", [0, 4, 0, 2]),
+        "bias": ("(3,) of torch.float64", list(range(8))),
+    }
 
 
 @pytest.mark.ranks(2)

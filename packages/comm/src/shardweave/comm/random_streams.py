@@ -44,7 +44,7 @@ class RandomStreams:
         Raises:
             ValueError: for a stream that does not exist.
         """
-        self._seed_all(seed, name)
+        RandomFork.seeded(seed, name, *self._positions(name))  # for good: it is never ended
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
@@ -64,21 +64,14 @@ class RandomStreams:
 
     def fork(self, name: str) -> RandomFork:
         """:meth:`use` in two halves, for a region that does not begin and end in one function."""
-        self._check(name)
+        positions = self._positions(name)  # before a number is drawn for nothing
         number = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-        fork = RandomFork.now()
-        self._seed_all(number, name)
-        return fork
+        return RandomFork.seeded(number, name, *positions)
 
-    def _seed_all(self, seed: int, name: str) -> None:
-        self._check(name)
-        positions = [axis.rank for axis in self.apart[name]]
-        for generator in _generators():
-            generator.manual_seed(named_seed(seed, name, *positions))
-
-    def _check(self, name: str) -> None:
+    def _positions(self, name: str) -> list[int]:
         if name not in self.apart:
             raise ValueError(f"random stream {name!r} does not exist; there are {', '.join(self.apart)}")
+        return [axis.rank for axis in self.apart[name]]
 
 
 @dataclass

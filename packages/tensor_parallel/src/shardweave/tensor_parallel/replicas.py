@@ -116,13 +116,18 @@ def _report(wrong: Sequence[str], found: Sequence[Mapping[str, Sequence[Any]]], 
     )
 
 
+def kinds_of(module: nn.Module, axis: Axis) -> dict[str, tuple[str, list[int]]]:
+    """Of each parameter that is to be compared: its shape and dtype in words, and the ranks to compare it with."""
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    for name, parameter, replicas in _replicated(module, axis):  # more than once where there are several axes
+        kind = f"{tuple(parameter.shape)} of {parameter.dtype}"
+        kinds.setdefault(name, (kind, []))[1].extend(replicas.ranks)
+    return kinds
+
+
 def _check_kinds(module: nn.Module, axis: Axis) -> None:
     """RuntimeError: what is to be compared has another shape or dtype on another rank, or is not there."""
-    here = {
-        name: (f"{tuple(parameter.shape)} of {parameter.dtype}", list(replicas.ranks))
-        for name, parameter, replicas in _replicated(module, axis)
-    }
-    found = dict(zip(axis.ranks, gather_values(here, axis), strict=True))
+    found = dict(zip(axis.ranks, gather_values(kinds_of(module, axis), axis), strict=True))
     for rank, kinds in found.items():
         for name, (kind, ranks) in kinds.items():
             for other in ranks:

@@ -120,9 +120,8 @@ class _Shared:
         self._zygote: Zygote | None = None
 
     def warm(self) -> Zygote:
-        if (
-            self._zygote is None or not self._zygote.alive
-        ):  # killed, or this is a fork of the starting process
+        # Not alive: killed, or this process is a fork of the one that started it.
+        if self._zygote is None or not self._zygote.alive:
             there = [name for name in (*_PRELOAD_IF_THERE, *self.modules) if _installed(name)]
             idle_threads = _XDIST_THREADS * ("PYTEST_XDIST_WORKER" in os.environ)
             self._zygote = Zygote.start((*_PRELOAD, *there), idle_threads=idle_threads)
