@@ -13,8 +13,8 @@ routers                 :class:`StepRouters`: losses of mixtures of experts, and
 generate                :func:`generate`: continue a text in one process
 ======================  =====================================================================================
 
-The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``, ``dropout``) have their own modules.
-Recomputation and Hugging Face weights will be further modules beside these.
+The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``, ``dropout``) and how sequences are cut
+(``sequence``) have their own modules. Recomputation and Hugging Face weights will be further modules beside these.
 """
 
 from __future__ import annotations

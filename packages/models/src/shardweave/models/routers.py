@@ -24,7 +24,7 @@ from shardweave.tensor_parallel import Routed
 
 from .config import TransformerConfig
 
-__all__ = ["MicroBatchRouters", "RouterStatistics", "StepRouters"]
+__all__ = ["MicroBatchRouters", "RouterStatistics", "StepRouters", "routers_of_pass"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +133,38 @@ class MicroBatchRouters:
         ``own_tokens``, ``own_sequences``: whether this rank is the one that counts what is a sum over the tokens that
         it sees, and what is one over whole sequences.
         """
-        numbers = torch.stack([routed.balance_loss, routed.z_loss, routed.dropped]).detach().double()
-        counted = numbers.new_tensor([own_sequences, own_tokens, own_tokens])
-        self._seen[layer] = torch.cat([routed.counts.double() * own_tokens, numbers * counted])
+        counted = (
+            (routed.balance_loss, own_sequences),
+            (routed.z_loss, own_tokens),
+            (routed.dropped, own_tokens),
+        )
+        numbers = torch.stack([number.detach().double() * own for number, own in counted])
+        self._seen[layer] = torch.cat([routed.counts.double() * own_tokens, numbers])
         return cast(Tensor, _Attach.apply(y, routed.balance_loss, routed.z_loss, self._balance, self._z))  # type: ignore[no-untyped-call]
+
+
+def routers_of_pass(
+    config: TransformerConfig, given: MicroBatchRouters | None, *, training: bool
+) -> MicroBatchRouters | None:
+    """What the blocks are given in a forward pass: nothing in evaluation; in training nothing may be missing.
+
+    Raises:
+        ValueError: there are losses of routers, and nobody says how they count.
+    """
+    if config.experts == 0 or not training:
+        return None
+    if given is None and torch.is_grad_enabled() and (config.balance_loss or config.router_z_loss):
+        raise ValueError(
+            f"routers: the config has balance_loss {config.balance_loss} and router_z_loss {config.router_z_loss}, "
+            "and how often they count only the caller knows: for each step make routers = StepRouters(config, "
+            "sequences=..., tokens=...) of the global batch, and give routers=routers.micro_batch() to each call; "
+            "or set both to 0"
+        )
+    if isinstance(given, StepRouters):
+        raise ValueError(
+            "routers: the step's object; give each micro-batch its own part, routers.micro_batch()"
+        )
+    return given
 
 
 class _Attach(torch.autograd.Function):

@@ -37,7 +37,6 @@ from shardweave.tensor_parallel import (
     Overlap,
     Rotary,
     VocabParallelEmbedding,
-    check_context,
     check_documents,
     column_linear,
     cut_context,
@@ -55,7 +54,8 @@ from .embedding import PositionEmbedding
 from .initialize import initialize_module
 from .norms import make_norm
 from .parts import Part
-from .routers import MicroBatchRouters, RouterStatistics, StepRouters
+from .routers import MicroBatchRouters, RouterStatistics, routers_of_pass
+from .sequence import SequenceCut
 
 __all__ = ["Transformer"]
 
@@ -122,6 +122,7 @@ class Transformer(nn.Module):
         self.keep_inputs = keep_inputs and self.sequence_parallel
         self.decomposed = decomposed
         self.context = context if context is not None else Axis.single("cp")
+        self._cut = SequenceCut(self.context, self.axis if self.sequence_parallel else Axis.single())
         self.chunked_loss = chunked_loss
         _check_part(config, self.part)
         if expert is not None and expert.size > 1 and config.experts == 0:
@@ -257,10 +258,10 @@ class Transformer(nn.Module):
                 ``routers`` that would say how they count.
         """
         sequence, batch = self._measure(x)
-        routers = self._routers(routers)
+        routers = routers_of_pass(self.config, routers, training=self.training)
         if documents is not None:
             check_documents(documents, (batch, sequence))
-        local = self._positions_of(sequence, x.device)
+        local = self._cut.positions(sequence, x.device)
         masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
             x = self._embed(x, local, masks, documents)
@@ -280,8 +281,7 @@ class Transformer(nn.Module):
         whole global batch: a mean taken here would weigh short micro-batches too much. Without any valid token the loss
         is 0, and so are the gradients.
         """
-        split = self.axis.size if self.chunked_loss and self.sequence_parallel else 1
-        ranks = self.context.size * split
+        ranks = self._cut.ranks if self.chunked_loss else self.context.size
         if targets.dim() != 2 or (output.shape[0] * ranks, output.shape[1]) != targets.t().shape:
             what, width = ("hidden states", "h") if self.chunked_loss else ("logits", "vocab")
             raise ValueError(
@@ -319,24 +319,6 @@ class Transformer(nn.Module):
         )
         return gather_context(words, self.context, 0)
 
-    def _routers(self, given: MicroBatchRouters | None) -> MicroBatchRouters | None:
-        """What the blocks are given: nothing in evaluation; in training nothing may be missing."""
-        config = self.config
-        if config.experts == 0 or not self.training:
-            return None
-        if given is None and torch.is_grad_enabled() and (config.balance_loss or config.router_z_loss):
-            raise ValueError(
-                f"routers: the config has balance_loss {config.balance_loss} and router_z_loss {config.router_z_loss}, "
-                "and how often they count only the caller knows: for each step make routers = StepRouters(config, "
-                "sequences=..., tokens=...) of the global batch, and give routers=routers.micro_batch() to each call; "
-                "or set both to 0"
-            )
-        if isinstance(given, StepRouters):
-            raise ValueError(
-                "routers: the step's object; give each micro-batch its own part, routers.micro_batch()"
-            )
-        return given
-
     @torch.no_grad()
     def move_router_biases(self, statistics: RouterStatistics, rate: float) -> None:
         """Makes experts that had fewer tokens than the mean more likely, and others less; see ``TopKRouter.move_bias``.
@@ -355,22 +337,15 @@ class Transformer(nn.Module):
 
     def _measure(self, x: Tensor) -> tuple[int, int]:
         """Length of the whole sequence and batch size of ``x``, checked."""
-        ranks = self.axis.size if self.sequence_parallel else 1
         if self.part.embedding:
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"tokens are [b, s] integers, not {tuple(x.shape)} of {x.dtype}")
             batch, sequence = x.shape
-            if self.context.size > 1:
-                check_context(sequence, self.context, tensor=ranks)
-            if sequence % ranks:
-                raise ValueError(
-                    f"a sequence of {sequence} tokens does not divide over {ranks} ranks, which sequence "
-                    f"parallelism needs; use a multiple of {ranks}, or sequence_parallel=False"
-                )
+            self._cut.check(sequence)
         else:
             if x.dim() != 3 or x.shape[-1] != self.config.hidden:
                 raise ValueError(f"hidden states are [s, b, {self.config.hidden}], not {tuple(x.shape)}")
-            sequence, batch = x.shape[0] * ranks * self.context.size, x.shape[1]
+            sequence, batch = x.shape[0] * self._cut.ranks, x.shape[1]
         if self.config.position == "learned" and sequence > self.config.sequence:
             raise ValueError(
                 f"{sequence} tokens, but there are learned positions for {self.config.sequence}; "
@@ -383,16 +358,7 @@ class Transformer(nn.Module):
 
         int64 ``[length]``, ascending; all of ``0 .. length - 1`` when nothing cuts the sequence.
         """
-        tensor = self.axis.size if self.sequence_parallel else 1
-        return self._positions_of(length * tensor * self.context.size, device)
-
-    def _positions_of(self, sequence: int, device: torch.device) -> Tensor:
-        """:meth:`local_positions` by the length of the whole sequence."""
-        own = cut_context(torch.arange(sequence, device=device), self.context, 0)
-        if not self.sequence_parallel:
-            return own
-        share = len(own) // self.axis.size
-        return own.narrow(0, self.axis.rank * share, share)
+        return self._cut.positions(length * self._cut.ranks, device)
 
     def _masks(self, streams: DropoutStreams | None, sequence: int, batch: int, local: Tensor) -> Masks:
         """The dropout masks of this pass."""
@@ -423,7 +389,7 @@ class Transformer(nn.Module):
         elif self.config.position == "learned" and self.context.size > 1:
             x = self.position(x, positions=local)
         elif self.config.position == "learned":
-            x = self.position(x, self.axis.rank * len(local) if self.sequence_parallel else 0)
+            x = self.position(x, self._cut.shared.rank * len(local))
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
         return masks.drop(x, 0, "embedding")
