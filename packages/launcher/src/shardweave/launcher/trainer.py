@@ -219,15 +219,15 @@ class Trainer:
 
     def _arguments(
         self, micro_batches: Sequence[MicroBatch], routers: StepRouters | None
-    ) -> list[dict[str, DropoutStreams | MicroBatchRouters]]:
+    ) -> list[dict[str, DropoutStreams | MicroBatchRouters | None]]:
         """Dropout masks are keyed by the samples they fall on: the same in every layout."""
-        found: list[dict[str, DropoutStreams | MicroBatchRouters]] = []
-        for batch in micro_batches:
-            of_routers = {} if routers is None else {"routers": routers.micro_batch()}
-            found.append(
-                {"streams": DropoutStreams(self.config.run.seed, self.step, batch.samples), **of_routers}
-            )
-        return found
+        return [
+            {
+                "streams": DropoutStreams(self.config.run.seed, self.step, batch.samples),
+                "routers": None if routers is None else routers.micro_batch(),
+            }
+            for batch in micro_batches
+        ]
 
     def _sum(self, count: int) -> int:
         """A count summed over the replicas; the ranks of one, context ranks among them, have the same."""
