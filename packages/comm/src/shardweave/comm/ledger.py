@@ -103,7 +103,9 @@ class Ledger:
     ) -> None:
         """:meth:`record` without building a :class:`Traffic`: this runs for every message."""
         with self._lock:
-            sums = self._entries.setdefault(key, _Sums())
+            sums = self._entries.get(key)
+            if sums is None:
+                sums = self._entries[key] = _Sums()
             sums.calls += calls
             sums.elements += elements
             sums.size += size

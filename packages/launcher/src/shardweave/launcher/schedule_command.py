@@ -141,13 +141,14 @@ def _heading(plan: Schedule) -> str:
 
 def _picture(plan: Schedule, costs: Costs, timeline: Timeline) -> str:
     """The timeline, as wide and as colourful as the terminal is; into a file or a pipe plain and in whole lines."""
+    from shardweave.pipeline.draw.colours import NAMES
+
     is_terminal = sys.stdout.isatty()
     colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size().columns if is_terminal else None
     lines = [plan.draw(costs, colour=colour, width=width), ""]
     kinds = {timing.action.kind for row in timeline.timings for timing in row}
-    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    lines.append(", ".join(f"{kind} {text}" for kind, text in names.items() if kind in kinds) + ", . idle\n")
+    lines.append(", ".join(f"{kind} {text}" for kind, text in NAMES.items() if kind in kinds) + ", . idle\n")
     return "\n".join(lines)
 
 
