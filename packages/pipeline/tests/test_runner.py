@@ -20,6 +20,7 @@ from shardweave.pipeline import (
     Pipeline,
     Schedule,
     forward_only,
+    lower,
     partition,
     runner,
     schedule,
@@ -198,6 +199,22 @@ def test_one_process_needs_no_process_group() -> None:
     total = Pipeline([alone], Axis.single("pp"), plan, loss=squares).step(*batch([2, 3]))
     close(total, serial_step(whole, *batch([2, 3]), 1.0))
     close([p.grad for p in alone.parameters()], [p.grad for p in whole.parameters()])
+
+
+def test_forwards_are_planned_once_per_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = schedule("1f1b", stages=1, micro_batches=2)
+    pipeline = Pipeline([stack(range(LAYERS))], Axis.single("pp"), plan, loss=squares)
+    planned: list[int] = []
+
+    def counted(forwards: Schedule) -> tuple[Any, ...]:
+        planned.append(forwards.num_micro_batches)
+        return lower(forwards)
+
+    monkeypatch.setattr(runner, "lower", counted)
+    for _ in range(2):
+        pipeline.evaluate(*batch([2, 3]))
+        pipeline.predict(batch([2])[0], micro_batches=1)
+    assert planned == [2, 1]
 
 
 # --- shapes and numbers of micro-batches -------------------------------------------------------------------

@@ -173,6 +173,9 @@ class _Keywords:
 
     def __init__(self, names: Mapping[Piece, frozenset[str] | None]) -> None:
         self._names = names
+        taken = [its for its in names.values() if its is not None]
+        # Of all pieces; None: one of them takes any. Every call of a stage asks.
+        self._everything = frozenset[str]().union(*taken) if len(taken) == len(names) else None
 
     @classmethod
     def of(cls, root: nn.Module, pieces: Iterable[Piece]) -> _Keywords:
@@ -180,15 +183,13 @@ class _Keywords:
 
     def check(self, keywords: Mapping[str, Any]) -> None:
         """Raises ValueError for a keyword that no piece of the model takes."""
-        everything: set[str] = set()
-        for names in self._names.values():
-            if names is None:
-                return
-            everything |= names
-        unknown = sorted(set(keywords) - everything)
+        if self._everything is None:
+            return
+        unknown = sorted(set(keywords) - self._everything)
         if unknown:
             raise ValueError(
-                f"no piece of the model takes {', '.join(map(repr, unknown))}; its pieces take {sorted(everything)}"
+                f"no piece of the model takes {', '.join(map(repr, unknown))}; its pieces take "
+                f"{sorted(self._everything)}"
             )
 
     def of_piece(self, piece: Piece, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .mailbox import Mailbox
 from .programs import Exchange, Program, Run, Settle, Step
 from .recompute import Recompute
 from .stage import Received, Running, Stage, enter
-from .values import Signature, Value
+from .values import Signature, Value, parts_of
 
 __all__ = ["Execution", "Holds"]
 
@@ -143,7 +143,7 @@ class Execution:
             if torch.is_grad_enabled():
                 self._running[key] = self._kept(stage, made)
         if not stage.is_last:
-            tensors = _tensors(made.output)
+            tensors = parts_of(made.output)
             # Detached: the next stage's graph begins with its own leaves, also when it is on this rank.
             self._mailbox.put(action, tuple(tensor.detach() for tensor in tensors), made.signature)
         elif made.loss is not None:
@@ -185,7 +185,7 @@ class Execution:
 
     def _kept(self, stage: Stage, made: _Made) -> Running:
         """What backward needs of a call."""
-        outputs = (made.loss,) if made.loss is not None else () if stage.is_last else _tensors(made.output)
+        outputs = (made.loss,) if made.loss is not None else () if stage.is_last else parts_of(made.output)
         edges = tuple(get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad)
         seeds: tuple[Tensor, ...] = ()
         if made.loss is not None and edges:
@@ -218,9 +218,3 @@ class Execution:
             results = stage.backward(running, gradients)
         if action.stage > 0:
             self._mailbox.put(action, results)
-
-
-def _tensors(value: Value) -> tuple[Tensor, ...]:
-    if isinstance(value, Tensor):
-        return (value,)
-    return tuple(value.values()) if isinstance(value, dict) else value

@@ -121,6 +121,8 @@ class Pipeline:
         self._tagged = _honours_tags(axis)
         self._program = lower(schedule)[axis.rank]
         self._plan = fingerprint(schedule)
+        # By number of micro-batches: planned once, not for every evaluation and every token.
+        self._forwards: dict[int, tuple[Program, int]] = {}
         self._shapes = {mode: Shapes(dynamic_shapes) for mode in ("step", "evaluate", "predict")}
         for module in modules:
             for parameter in module.parameters():
@@ -203,9 +205,12 @@ class Pipeline:
         count = self.schedule.num_micro_batches if micro_batches is None else micro_batches
         if count < 1:
             raise ValueError(f"{mode}: micro_batches is {count}; it has to be 1 or more")
-        forwards = forward_only(self.schedule, count)
+        if count not in self._forwards:
+            forwards = forward_only(self.schedule, count)
+            self._forwards[count] = lower(forwards)[self.axis.rank], fingerprint(forwards)
+        program, plan = self._forwards[count]
         with torch.no_grad():
-            return self._execute(mode, lower(forwards)[self.axis.rank], fingerprint(forwards), feed, count)
+            return self._execute(mode, program, plan, feed, count)
 
     def _execute(self, mode: str, program: Program, plan: int, feed: Feed, micro_batches: int) -> Execution:
         shapes = self._shapes[mode]

@@ -23,6 +23,7 @@ __all__ = [
     "decode",
     "encode",
     "names_of",
+    "parts_of",
     "signature_of",
     "tensors_of",
 ]
@@ -120,6 +121,13 @@ def _inside(value: object) -> str:
     return ""
 
 
+def parts_of(value: Value) -> tuple[Tensor, ...]:
+    """As :func:`tensors_of`, of what is known to be a value."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return tuple(value.values()) if isinstance(value, dict) else value
+
+
 def names_of(value: Value) -> tuple[str, ...] | None:
     """The names of a dict's tensors, in its order; ``None`` for other values."""
     return tuple(value) if isinstance(value, dict) else None
@@ -127,11 +135,7 @@ def names_of(value: Value) -> tuple[str, ...] | None:
 
 def signature_of(value: Value) -> Signature:
     """The signature of a value as it is now."""
-    if isinstance(value, Tensor):
-        tensors: tuple[Tensor, ...] = (value,)
-    else:
-        tensors = tuple(value.values()) if isinstance(value, dict) else value
-    specs = tuple(TensorSpec(tuple(item.shape), item.dtype, item.requires_grad) for item in tensors)
+    specs = tuple(TensorSpec(tuple(item.shape), item.dtype, item.requires_grad) for item in parts_of(value))
     return Signature(specs, isinstance(value, tuple), names_of(value))
 
 
