@@ -186,6 +186,8 @@ def _folders(number: int) -> Iterator[list[Path]]:
         folders = [Path(directory, str(position)) for position in range(number)]
         for folder in folders:
             folder.mkdir()
+            for name in ("out", "err"):  # can be read before the command has come so far as to open them
+                (folder / name).touch()
         yield folders
 
 
