@@ -13,6 +13,7 @@ values option by option, without listing all points: there are billions.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from random import Random
@@ -29,6 +30,9 @@ Rule = Callable[..., bool]
 Preference = Callable[[Point, str], Sequence[Any]]
 """The values of an option in the order in which they are tried in a partial point."""
 
+_Rules = list[tuple[Rule, tuple[str, ...]]]
+"""Rules with the options that they read."""
+
 _TRIES = 20
 """Points among which the one that shows most is chosen: with more, points get fewer, slowly."""
 
@@ -38,7 +42,7 @@ class Space:
 
     def __init__(self, options: Mapping[str, Sequence[Any]], rules: Iterable[Rule]) -> None:
         self.options = {name: tuple(values) for name, values in options.items()}
-        self._rules: dict[str, list[tuple[Rule, tuple[str, ...]]]] = {name: [] for name in options}
+        self._rules: _Rules = []
         for rule in rules:
             names = tuple(inspect.signature(rule).parameters)
             unknown = [name for name in names if name not in self.options]
@@ -46,12 +50,16 @@ class Space:
                 raise ValueError(
                     f"a rule reads {', '.join(unknown)}, which is no option; rename its parameter"
                 )
-            for name in names:
-                self._rules[name].append((rule, names))
+            self._rules.append((rule, names))
+        self._num_rules = Counter(name for _, names in self._rules for name in names)
 
     def allowed(self, point: Point) -> bool:
         """Whether the point breaks no rule."""
-        return all(self._fits(point, name) for name in point)
+        return all(
+            rule(*(point[name] for name in names))
+            for rule, names in self._rules
+            if all(name in point for name in names)
+        )
 
     def complete(
         self, point: Point, random: Random | None = None, prefer: Preference | None = None
@@ -66,8 +74,9 @@ class Space:
         names = [name for name in self.options if name not in point]
         if random:
             random.shuffle(names)
-        names.sort(key=lambda name: -len(self._rules[name]))
-        return self._fill(dict(point), names, prefer or (lambda _, name: self.options[name]))
+        names.sort(key=lambda name: -self._num_rules[name])
+        steps = list(zip(names, self._decided(names), strict=True))
+        return self._fill(dict(point), steps, prefer or (lambda _, name: self.options[name]))
 
     def possible(self, wanted: Iterable[Combination]) -> list[Combination]:
         """Those of the combinations that some whole point shows.
@@ -77,11 +86,12 @@ class Space:
         everything, random = list(wanted), Random(0)
         found: set[Combination] = set()
 
-        def any_order(point: Point, name: str) -> Sequence[Any]:
-            return random.sample(self.options[name], len(self.options[name]))
+        def any_order() -> Preference:
+            order = {name: random.sample(values, len(values)) for name, values in self.options.items()}
+            return lambda _, name: order[name]
 
         for one in everything:
-            if one not in found and (point := self.complete(dict(one), prefer=any_order)) is not None:
+            if one not in found and (point := self.complete(dict(one), prefer=any_order())) is not None:
                 found |= shown(point, everything)
         return [one for one in everything if one in found]
 
@@ -123,24 +133,30 @@ class Space:
             missing = [one for one in missing if one not in there]
         return points
 
-    def _fill(self, point: dict[str, Any], unset: Sequence[str], prefer: Preference) -> Point | None:
-        if not unset:
+    def _decided(self, unset: Sequence[str]) -> list[_Rules]:
+        """By option that is set next: the rules of which it is the last option to be set."""
+        position = {name: number for number, name in enumerate(unset)}
+        decided: list[_Rules] = [[] for _ in unset]
+        for rule, names in self._rules:
+            last = max(position.get(name, -1) for name in names)
+            if last >= 0:
+                decided[last].append((rule, names))
+        return decided
+
+    def _fill(
+        self, point: dict[str, Any], steps: Sequence[tuple[str, _Rules]], prefer: Preference
+    ) -> Point | None:
+        """Sets the options of the steps, each as far as the rules hold that it decides."""
+        if not steps:
             return {name: point[name] for name in self.options}
-        name, *rest = unset
+        (name, decided), *rest = steps
         for value in prefer(point, name):
             point[name] = value
-            if self._fits(point, name) and (found := self._fill(point, rest, prefer)) is not None:
+            fits = all(rule(*[point[other] for other in names]) for rule, names in decided)
+            if fits and (found := self._fill(point, rest, prefer)) is not None:
                 return found
-            del point[name]
+        point.pop(name, None)
         return None
-
-    def _fits(self, point: Point, name: str) -> bool:
-        """Whether the rules that read an option hold."""
-        return all(
-            rule(**{other: point[other] for other in names})
-            for rule, names in self._rules[name]
-            if all(other in point for other in names)
-        )
 
 
 def shown(point: Point, combinations: Collection[Combination]) -> set[Combination]:
