@@ -112,3 +112,81 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
     one = schedule("1f1b", ranks=1, micro_batches=2)
     with pytest.raises(ValueError, match=r"recompute=\[0, 1\] names stage 1 of 1; name stages from 0 to 0"):
         Pipeline([InPlace()], Axis.single("pp"), one, recompute=[0, 1])
+
+
+class Counter(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self) -> Tensor:
+        self.count += 1
+        return self.count
+
+
+class Remembering(nn.Module):
+    """Computes with buffers that it changes: one in place, one by assignment, one of a part that does not train."""
+
+    assigned: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.inside, self.frozen = Counter(), Counter().eval()
+        self.register_buffer("assigned", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assigned = self.assigned + 1
+        # The graph saves the counts as they are: written to behind this call, they would give another gradient.
+        result: Tensor = torch.tanh(self.linear(x)) * self.inside() * self.frozen() * self.assigned.exp()
+        return result
+
+
+def test_a_recomputed_stage_computes_with_the_buffers_of_its_first_call() -> None:
+    for name in ("1f1b", "zb-h1"):
+        modules, alone = [Remembering(), Remembering()], [Remembering(), Remembering()]
+        for module, other in zip(modules, alone, strict=True):
+            other.load_state_dict(module.state_dict())
+        plan = schedule(name, ranks=2, micro_batches=4)
+        Together(plan, modules, loss=loss, recompute=frozenset([0, 1])).step(*batch(4))
+        for x, target in zip(*batch(4), strict=True):
+            loss(alone[1](alone[0](x)), target).backward()
+        for module, other in zip(modules, alone, strict=True):
+            gradients = [[p.grad for p in its.parameters()] for its in (module, other)]
+            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+            assert dict(module.named_buffers()) == dict(other.named_buffers())
+
+
+class Force(nn.Module):
+    """A gradient as output."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(4, 4).double(), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by == "torch.func":
+            gradient: Tensor = torch.func.grad(self.energy)(x)
+            return gradient
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        return torch.autograd.grad(self.energy(x), x, create_graph=True)[0]
+
+    def energy(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)).square().sum()
+
+
+@pytest.mark.parametrize("by", ["autograd", "torch.func"])
+def test_gradients_in_a_forward_are_for_stages_that_are_not_recomputed(by: str) -> None:
+    modules = [Force(by), Force(by)]
+    plan = schedule("zb-h1", ranks=2, micro_batches=2)
+    Together(plan, modules, loss=loss).step(*batch(2))
+    found = [p.grad for module in modules for p in module.parameters()]
+    for module in modules:
+        module.zero_grad()
+    for x, target in zip(*batch(2), strict=True):
+        loss(modules[1](modules[0](x)), target).backward()
+    torch.testing.assert_close(found, [p.grad for module in modules for p in module.parameters()])
+    with pytest.raises(ValueError, match=r"stage 1 computes gradients in its forward .* out of recompute="):
+        Together(plan, modules, loss=loss, recompute=frozenset([1])).step(*batch(2))

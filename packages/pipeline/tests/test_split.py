@@ -169,14 +169,51 @@ def test_the_two_halves_are_the_backward(name: str) -> None:
             assert not total.any()
 
 
-def test_what_is_checkpointed_is_recomputed_once() -> None:
-    module = Checkpointed()
-    output, queue = module(torch.randn(2, WIDTH, requires_grad=True)), WeightGradients()
+def in_halves(module: nn.Module, x: Tensor) -> None:
+    """Both halves of one backward, from the output itself."""
+    output, queue = module(x), WeightGradients()
     backward_of_inputs(
         [get_gradient_edge(output)], [output.detach()], set(map(id, module.parameters())), queue
     )
     queue.run()
+
+
+def test_what_is_checkpointed_is_recomputed_once() -> None:
+    module = Checkpointed()
+    in_halves(module, torch.randn(2, WIDTH, requires_grad=True))
     assert module.calls == 2
+
+
+class Reentrant(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.outside(checkpoint(self._run, x, use_reentrant=True))
+        return result
+
+
+def test_a_reentrant_checkpoint_has_a_whole_backward() -> None:
+    one, other = Reentrant(), Reentrant()
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    in_halves(one, x)
+    (other(x).square() / 2).sum().backward()
+    torch.testing.assert_close([p.grad for p in one.parameters()], [p.grad for p in other.parameters()])
+    assert one.calls == 2
+
+
+def test_hooks_behind_accumulation_see_every_gradient() -> None:
+    """An optimizer in the backward pass: its parameter is not put off, others are."""
+    linear, seen = nn.Linear(WIDTH, WIDTH), []
+    for parameter in linear.parameters():
+        gradient_work(parameter).subscribe(parameter, lambda parameter: None)  # which is no hook of others
+    linear.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+    output, queue = linear(torch.randn(2, WIDTH)), WeightGradients()
+    backward_of_inputs(
+        [get_gradient_edge(output)], [output.detach()], set(map(id, linear.parameters())), queue
+    )
+    assert len(seen) == 1
+    assert gradient_work(linear.bias).deferred
+    queue.run()
+    assert len(seen) == 1
 
 
 def test_a_hook_that_changes_a_gradient_changes_it_once() -> None:

@@ -98,6 +98,14 @@ class GradientWork:
             if final or every:
                 listener(parameter)
 
+    def has_other_hooks(self, parameter: Tensor) -> bool:
+        """Whether somebody else waits for autograd's accumulation into ``parameter.grad``.
+
+        Autograd does not run such hooks for a summand that is put off: who could put it off had better not.
+        """
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return bool(hooks) and len(hooks) > (self._hook is not None)
+
     def subscribe(self, parameter: Tensor, listener: Listener, every: bool = False) -> Subscription:
         """``listener(parameter)`` is called when the gradient is final, or with ``every`` at each arrival.
 

@@ -13,14 +13,16 @@ is one product more, which nobody waits for::
     W   grad(Addmm, weight, what was kept)                        one product for each such node
 
 What is not worth it, or cannot be told apart, is computed in I with the rest: norms and other elementwise parameters;
-a parameter that is used twice in a stage; what autograd functions written in Python own (TP layers, which have the
-queue, and compiled modules); what was saved through hooks (torch's checkpoint would recompute for every product).
+a parameter that is used twice in a stage, or has hooks of others that run after accumulation; what autograd functions
+written in Python own (TP layers, which have the queue); what was saved through hooks (torch's checkpoint would run
+again for every product). Nothing is put off in a graph with compiled code or torch's reentrant checkpoint, which run in
+whole backwards only.
 
 [Note: Hooks of others]
     A node's backward runs twice, once for its input and once for its weight. Hooks on the tensor that it made run
     twice as well; the weight's half is computed from what they returned the first time, so that a hook that changes
-    a gradient changes it once. Hooks on a parameter that run after accumulation (other than comm's) do not see a
-    gradient that was put off, as with layers that have the queue.
+    a gradient changes it once. Hooks on a parameter that run after accumulation (other than comm's) would not see a
+    gradient that is put off, so it is not; layers that have the queue do not look.
 
 [Note: Memory of a late half]
     A node that waits for W keeps all of the graph below it, and the first half must not free what is saved. So the
@@ -36,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from shardweave.comm import WeightGradients
+from shardweave.comm import WeightGradients, gradient_work
 
 __all__ = ["backward_of_inputs"]
 
@@ -67,7 +69,9 @@ _VIEWS = frozenset(
 """What may stand between a parameter and its product."""
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_COMPILED = "CompiledFunctionBackward"
+_WHOLE = frozenset(["CompiledFunctionBackward", "CheckpointFunctionBackward"])
+"""What runs in one whole backward only: compiled code may free in its first one what it saved, and refuses to keep it;
+torch's reentrant checkpoint refuses a backward towards chosen inputs."""
 
 
 class _Late:
@@ -161,12 +165,13 @@ def _plan(
     outputs: Sequence[GradientEdge], trained: Collection[int]
 ) -> tuple[list[Tensor], dict[Node, list[Tensor]]]:
     """The leaves whose gradients are computed at once, and by node the parameters that can wait."""
-    accumulators, users, compiled = _walk(outputs)
+    accumulators, users, whole = _walk(outputs)
     leaves: list[Tensor] = []
     late: dict[Node, list[Tensor]] = {}
     for accumulator in accumulators:
         variable = accumulator.variable  # type: ignore[attr-defined]
-        product = None if compiled or id(variable) not in trained else _product(accumulator, users)
+        at_once = whole or id(variable) not in trained or gradient_work(variable).has_other_hooks(variable)
+        product = None if at_once else _product(accumulator, users)
         if product is None:
             leaves.append(variable)
         else:
@@ -175,13 +180,10 @@ def _plan(
 
 
 def _walk(outputs: Sequence[GradientEdge]) -> tuple[list[Node], dict[Node, list[Node]], bool]:
-    """The graph's nodes that accumulate, who uses each node, and whether there is compiled code.
-
-    Compiled code may free what it saved in its first backward, and refuses to keep it.
-    """
+    """The graph's nodes that accumulate, who uses each node, and whether only a whole backward is possible."""
     users: dict[Node, list[Node]] = {}
     accumulators = []
-    compiled = False
+    whole = False
     todo = [edge.node for edge in outputs]
     # What an output is itself has a user outside of this graph.
     users.update({node: [node] for node in todo})
@@ -192,14 +194,14 @@ def _walk(outputs: Sequence[GradientEdge]) -> tuple[list[Node], dict[Node, list[
             continue
         seen.add(node)
         name = node.name()
-        compiled = compiled or name == _COMPILED
+        whole = whole or name in _WHOLE
         if name == _ACCUMULATE:
             accumulators.append(node)
         for below, _ in node.next_functions:
             if below is not None:
                 users.setdefault(below, []).append(node)
                 todo.append(below)
-    return accumulators, users, compiled
+    return accumulators, users, whole
 
 
 def _product(accumulator: Node, users: dict[Node, list[Node]]) -> Node | None:
