@@ -223,6 +223,23 @@ class ParallelAttention(FusedLayers):
         if self.rotary is not None:
             own = self._own_positions(length, positions)
             query, key = self.rotary(query, own), self.rotary(key, own)
+        mixed = self._core(query, key, value, positions, keys if dropping else None, documents)
+        y: Tensor = self.output(self._merged(mixed))
+        return y
+
+    def _core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | None,
+        keys: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """What has no parameters: ``[b, heads_r, s, d]`` and twice ``[b, kv_heads_r, s, d]`` to values mixed by head.
+
+        With ``keys`` attention weights are dropped.
+        """
         if self.context.size > 1 or documents is not None:
             scoring = Scoring(
                 causal=self.causal,
@@ -230,24 +247,21 @@ class ParallelAttention(FusedLayers):
                 positions=positions,
                 documents=documents,
                 dropout=self.dropout,
-                keys=keys if dropping else None,
+                keys=keys,
                 first_head=self.first_head,
             )
-            mixed = self._core_in_blocks(query, key, value, scoring)
-        elif dropping and keys is not None:
-            mixed = self._core_with_dropout(query, key, value, positions, keys)
-        else:
-            mask = self._alibi_mask(query, positions)
-            mixed = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=self.causal and mask is None,
-                enable_gqa=self.heads != self.kv_heads,
-            )
-        y: Tensor = self.output(self._merged(mixed))
-        return y
+            return self._core_in_blocks(query, key, value, scoring)
+        if keys is not None:
+            return self._core_with_dropout(query, key, value, positions, keys)
+        mask = self._alibi_mask(query, positions)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
+            enable_gqa=self.heads != self.kv_heads,
+        )
 
     @eager
     def _core_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
