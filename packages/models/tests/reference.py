@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardweave import comm
 from shardweave.models import Part, Transformer, TransformerConfig
-from shardweave.tensor_parallel import Overlap
+from shardweave.tensor_parallel import Overlap, RotaryScaling
 
 __all__ = [
     "FAMILIES",
@@ -43,6 +43,11 @@ FAMILIES: dict[str, TransformerConfig] = {
     "plain": TransformerConfig(
         **_SMALL, position="rotary", activation="gelu", bias=False, tie_embeddings=False, rotary_base=100.0,
         qk_norm=True,
+    ),
+    "parallel": TransformerConfig(
+        **_SMALL, kv_heads=1, position="rotary", rotary_fraction=0.5, embedding_norm=True, parallel_residual=True,
+        activation="relu", attention_bias=True, mlp_bias=False, qk_norm=True, tie_embeddings=False,
+        rotary_scaling=RotaryScaling(kind="llama3", factor=8.0, original=6),
     ),
 }  # fmt: skip
 """A small covering set: every value of every option occurs, with each kind of norm, head and position."""
@@ -120,9 +125,10 @@ def reference_logits(
         x = _norm(config, weights, "embedding_norm", x)
     for layer in range(config.layers):
         name = f"layers.{layer}"
+        before = x
         normed = _norm(config, weights, f"{name}.attention_norm", x)
         x = x + _attention(config, weights, f"{name}.attention", normed)
-        normed = _norm(config, weights, f"{name}.mlp_norm", x)
+        normed = _norm(config, weights, f"{name}.mlp_norm", before if config.parallel_residual else x)
         if config.experts:
             y, losses = _mixture(config, weights, f"{name}.mlp", normed)
             x = x + y
@@ -195,13 +201,29 @@ def _attention(config: TransformerConfig, weights: Mapping[str, Tensor], name: s
 
 
 def _rotate(config: TransformerConfig, x: Tensor) -> Tensor:
-    """Pairs (i, i + d/2) as complex numbers, turned by position * base^(-2i/d)."""
-    half = config.head_size // 2
-    pairs = torch.complex(x[..., :half], x[..., half:])
-    speed = config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    """Pairs (i, i + d/2) as complex numbers, turned by position * speed, where d features of the head are turned."""
+    half = int(config.head_size * config.rotary_fraction) // 2
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    speed = torch.tensor([_speed(config, pair / half) for pair in range(half)], dtype=x.dtype)
     angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speed
     turned = pairs * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], -1)
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
+
+
+def _speed(config: TransformerConfig, place: float) -> float:
+    """base^-place, and with Llama 3.1's scaling up to `factor` times less where the wave is long."""
+    plain, scaling = config.rotary_base**-place, config.rotary_scaling
+    if scaling is None:
+        return plain
+    assert scaling.kind == "llama3"
+    assert scaling.original is not None
+    wave = 2 * math.pi / plain
+    if wave < scaling.original / scaling.high:
+        return plain
+    if wave > scaling.original / scaling.low:
+        return plain / scaling.factor
+    share = (scaling.original / wave - scaling.low) / (scaling.high - scaling.low)
+    return (1 - share) * plain / scaling.factor + share * plain
 
 
 def _mixture(
@@ -248,6 +270,8 @@ def _mlp(config: TransformerConfig, weights: Mapping[str, Tensor], name: str, x:
         inner = gate / (1 + torch.exp(-gate)) * up
     elif config.activation == "gelu":
         inner = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
+    elif config.activation == "relu":
+        inner = torch.where(up > 0, up, 0)
     else:
         inner = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
     return _linear(weights, f"{name}.down", inner)

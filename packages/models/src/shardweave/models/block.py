@@ -1,5 +1,5 @@
 """One pre-norm transformer block: attention and MLP, or a mixture of experts, each normed before and added to the
-residual stream after."""
+residual stream after, one after the other or both at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = ["Block"]
 
 
 class Block(nn.Module):
-    """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on hidden states ``[s, b, h]``.
+    """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on hidden states ``[s, b, h]``; with a
+    parallel residual ``x + drop(attention(norm(x))) + drop(mlp(norm(x)))``.
 
     ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
     all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
@@ -49,7 +50,7 @@ class Block(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.parallel_residual = layer, config.parallel_residual
         partial_over = axis if sequence_dim is not None else None
 
         def head_norm(size: int) -> nn.Module:
@@ -62,7 +63,7 @@ class Block(nn.Module):
             axis,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_size,
-            bias=config.use_bias,
+            bias=config.use_attention_bias,
             qk_norm=head_norm if config.qk_norm else None,
             rotary=rotary,
             alibi=alibi if alibi is not None else False,
@@ -102,8 +103,9 @@ class Block(nn.Module):
         router's losses count and what it did is noted."""
         keys = masks.attention_keys(self.layer)
         attended = self.attention(self.attention_norm(x), keys=keys, documents=documents)
-        x = x + masks.drop(attended, self.layer, "attention_output")
-        return x + masks.drop(self._fed_forward(self.mlp_norm(x), routers), self.layer, "mlp_output")
+        y = x + masks.drop(attended, self.layer, "attention_output")
+        normed = self.mlp_norm(x if self.parallel_residual else y)
+        return y + masks.drop(self._fed_forward(normed, routers), self.layer, "mlp_output")
 
     def _fed_forward(self, x: Tensor, routers: MicroBatchRouters | None) -> Tensor:
         y: Tensor

@@ -1,9 +1,9 @@
 """The shape of a transformer as one frozen value.
 
 Everything that has to know the model before it exists (parameter and FLOP counts, the partitioner, the dry
-run, the planner) reads this value, so it holds no tensors and imports no torch. Optional fields stay ``None``
-when they are not given and are resolved by properties: ``dataclasses.replace(config, heads=4)`` then derives
-the rest again instead of carrying numbers of the old shape along.
+run, the planner) reads this value, so it holds no tensors. Optional fields stay ``None`` when they are not given and
+are resolved by properties: ``dataclasses.replace(config, heads=4)`` then derives the rest again instead of carrying
+numbers of the old shape along.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from shardweave.tensor_parallel import RotaryScaling
+
 __all__ = ["Activation", "Norm", "Position", "TransformerConfig"]
 
 Position = Literal["learned", "rotary", "alibi"]
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "position": get_args(Position),
@@ -67,8 +69,20 @@ class TransformerConfig:
     """``learned``: a table added to the embedding; ``rotary``: RoFormer (arXiv 2104.09864); ``alibi``: arXiv
     2108.12409."""
 
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+
+    rotary_fraction: float = 1.0
+    """Which part of a head's features, from the first on, is rotated (GPT-NeoX-20B: a quarter); an even number."""
+
+    rotary_scaling: RotaryScaling | None = None
+    """How rotary frequencies are slowed down for sequences longer than those trained on before (Llama 3.1)."""
+
     norm: Norm = "layernorm"
     """``layernorm``, or ``rmsnorm`` (arXiv 1910.07467), which has no bias."""
+
+    norm_eps: float = 1e-5
+    """Added to the variance (mean square) in every norm."""
 
     embedding_norm: bool = False
     """A norm right after the embedding, as BLOOM has (arXiv 2211.05100, section 3.1.2)."""
@@ -77,8 +91,12 @@ class TransformerConfig:
     """A norm of each head's queries and of its keys, before rotary, as Qwen3 has: scores stay bounded however large the
     projections grow (arXiv 2302.05442, section 2). One for all query heads of a layer, and one for all key heads."""
 
+    parallel_residual: bool = False
+    """Whether a block's MLP reads what its attention reads, each through a norm of its own, and both are added at once:
+    ``x + attention(norm(x)) + mlp(norm(x))``, as GPT-NeoX has it (arXiv 2204.06745, section 2.1)."""
+
     activation: Activation = "gelu"
-    """``gelu`` (by erf), ``gelu_tanh`` (the approximation GPT-2 and BLOOM use) or ``swiglu`` (arXiv
+    """``gelu`` (by erf), ``gelu_tanh`` (the approximation GPT-2 and BLOOM use), ``relu`` (OPT) or ``swiglu`` (arXiv
     2002.05202)."""
 
     tie_embeddings: bool = True
@@ -94,11 +112,11 @@ class TransformerConfig:
     """Whether linear layers have a bias; ``None``: with layernorm yes, with rmsnorm no. The output head never
     has one."""
 
-    norm_eps: float = 1e-5
-    """Added to the variance (mean square) in every norm."""
+    attention_bias: bool | None = None
+    """Whether the four projections of attention have one; ``None``: as ``bias`` says."""
 
-    rotary_base: float = 10000.0
-    """Base of the rotary frequencies."""
+    mlp_bias: bool | None = None
+    """Whether the matrices of the MLP have one; ``None``: as ``bias`` says."""
 
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
@@ -140,6 +158,7 @@ class TransformerConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: {value} must be a positive finite number")
         self._check_heads()
+        self._check_rotary()
         self._check_experts()
 
     def _check_count(self, name: str) -> None:
@@ -161,10 +180,26 @@ class TransformerConfig:
             raise ValueError(
                 f"kv_heads: {self.kv_heads} does not divide heads: {self.heads}; use {_divisors(self.heads)}"
             )
-        if self.position == "rotary" and self.head_size % 2:
+
+    def _check_rotary(self) -> None:
+        if self.position != "rotary":
+            for name, nothing in (("rotary_fraction", 1.0), ("rotary_scaling", None)):
+                if getattr(self, name) != nothing:
+                    raise ValueError(
+                        f"{name}: {getattr(self, name)} is for rotary positions, and position is {self.position}; set "
+                        f"position to rotary, or {name} to {nothing}"
+                    )
+            return
+        if self.head_size % 2:
             raise ValueError(
                 f"position: rotary turns pairs of numbers, so the width of a head must be even, and it is "
                 f"{self.head_size} (hidden {self.hidden}, heads {self.heads}); change heads or set head_dim"
+            )
+        turned = int(self.head_size * self.rotary_fraction) if math.isfinite(self.rotary_fraction) else 0
+        if turned % 2 or not 2 <= turned <= self.head_size:
+            raise ValueError(
+                f"rotary_fraction: {self.rotary_fraction} of a head of {self.head_size} is {turned}, which must be "
+                f"even and between 2 and {self.head_size}; use a multiple of {2 / self.head_size:g} up to 1"
             )
 
     def _check_experts(self) -> None:
@@ -187,7 +222,12 @@ class TransformerConfig:
                     raise ValueError(
                         f"{name}: {getattr(self, name)} is for experts, and experts is 0; set experts, or leave it out"
                     )
-        elif self.experts_per_token > self.experts:
+            return
+        if self.mlp_bias:
+            raise ValueError(
+                f"mlp_bias: {self.mlp_bias}, but experts: {self.experts} have no bias; leave mlp_bias out"
+            )
+        if self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token: {self.experts_per_token} of {self.experts} experts; use at most {self.experts}"
             )
@@ -228,8 +268,17 @@ class TransformerConfig:
         return math.ceil(8 * self.hidden / (3 * multiple)) * multiple
 
     @property
-    def use_bias(self) -> bool:
-        """Whether linear layers have a bias."""
+    def use_attention_bias(self) -> bool:
+        """Whether the projections of attention have a bias."""
+        return self._use_bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def use_mlp_bias(self) -> bool:
+        """Whether the matrices of the MLP have a bias; experts never have one."""
+        return not self.experts and (self._use_bias if self.mlp_bias is None else self.mlp_bias)
+
+    @property
+    def _use_bias(self) -> bool:
         return self.bias if self.bias is not None else self.norm == "layernorm"
 
     @property

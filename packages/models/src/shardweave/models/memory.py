@@ -207,7 +207,10 @@ class _Kept:
 
     def block(self) -> int:
         fed_forward = self.experts() + self.hidden() if self.config.experts else self.mlp() + self.inputs()
-        return self.attention() + self.inputs() + fed_forward + 2 * (self.norm() + self.dropout())
+        normed = 2 * self.norm() - (
+            self.hidden() if self.config.parallel_residual else 0
+        )  # both norm the same
+        return self.attention() + self.inputs() + fed_forward + normed + 2 * self.dropout()
 
     def head(self) -> int:
         # Of the loss: the target and whether it is here and valid; the maximum, and two sums.
@@ -278,8 +281,13 @@ class _Kept:
         return fused + new + (2 if copied else 1) * self.query
 
     def mlp(self) -> int:
-        """What goes into the activation (gate and up, if there are two) and what comes out of it."""
-        return self.tokens * self.ffn * (3 if self.config.gated else 2) * self.element
+        return self.tokens * self.ffn * self.widths * self.element
+
+    @property
+    def widths(self) -> int:
+        """What goes into the activation (gate and up, if there are two) and what comes out of it, from which relu
+        knows enough of what went in."""
+        return {"swiglu": 3, "relu": 1}.get(self.config.activation, 2)
 
     def experts(self) -> int:
         """The router, then rows as :meth:`mlp` for each choice, as if all experts and ranks had as many.
@@ -296,7 +304,7 @@ class _Kept:
             # The router multiplies wide copies, in place of what the norm made: the rows are copies, too.
             chosen += self.local_tokens * config.hidden * (self.wide - self.element)
             chosen += config.experts * config.hidden * self.wide
-        rows = there * (config.hidden + self.ffn * (3 if config.gated else 2)) * self.element
+        rows = there * (config.hidden + self.ffn * self.widths) * self.element
         back = self.local_tokens * k * config.hidden * self.element
         if config.expert_capacity is not None:
             # As they are before zeros are put between them.

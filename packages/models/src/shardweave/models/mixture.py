@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from shardweave.comm import Axis
@@ -14,14 +10,9 @@ from shardweave.tensor_parallel import MixtureOfExperts
 
 from .config import TransformerConfig
 from .functions import swiglu
+from .mlp import PLAIN
 
 __all__ = ["make_mixture"]
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
-    "swiglu": functional.silu,
-}
 
 
 def make_mixture(
@@ -48,7 +39,7 @@ def make_mixture(
         context=context,
         sequence_parallel=sequence_parallel,
         gated=config.gated,
-        activation=_ACTIVATIONS[config.activation],
+        activation=functional.silu if config.gated else PLAIN[config.activation],
         gating=swiglu if config.gated else None,
         capacity=config.expert_capacity,
         capacity_length=config.sequence,

@@ -6,7 +6,8 @@ behind the other in memory, so that one product serves both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +25,14 @@ from shardweave.tensor_parallel import (
 from .config import TransformerConfig
 from .functions import swiglu
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "PLAIN"]
+
+PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+"""The activations of one input, by the config's names."""
 
 
 class MLP(FusedLayers):
@@ -48,7 +56,7 @@ class MLP(FusedLayers):
     ) -> None:
         super().__init__()
         self.activation = config.activation
-        hidden, ffn, bias = config.hidden, config.ffn_size, config.use_bias
+        hidden, ffn, bias = config.hidden, config.ffn_size, config.use_mlp_bias
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(
@@ -84,8 +92,7 @@ class MLP(FusedLayers):
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, hidden]`` to the same shape; with a ``sequence_dim`` of 0, ``s`` is this rank's share."""
         if self.gate is None:
-            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-            inner = functional.gelu(self.up(x), approximate=approximate)
+            inner = PLAIN[self.activation](self.up(x))
         else:
             gate, up = fused_linear(x, self.fused())
             inner = swiglu(gate, up)

@@ -116,15 +116,15 @@ def _norm(config: TransformerConfig, name: str, size: int | None = None) -> Iter
 
 
 def _block(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
-    ffn = config.ffn_size
+    ffn, bias = config.ffn_size, config.use_attention_bias
     yield from _norm(config, f"{name}.attention_norm")
     for role, size, units in (
         ("query", config.query_size, config.heads),
         ("key", config.kv_size, config.num_kv_heads),
         ("value", config.kv_size, config.num_kv_heads),
     ):
-        yield from _column(config, f"{name}.attention.{role}", size, units, copied=role != "query")
-    yield from _row(config, f"{name}.attention.output", config.query_size, config.heads)
+        yield from _column(config, f"{name}.attention.{role}", size, units, bias, copied=role != "query")
+    yield from _row(config, f"{name}.attention.output", config.query_size, config.heads, bias)
     if config.qk_norm:
         for role in ("query", "key"):
             yield from _norm(config, f"{name}.attention.{role}_norm", config.head_size)
@@ -133,8 +133,8 @@ def _block(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
         yield from _experts(config, f"{name}.mlp")
         return
     for role in ("gate", "up") if config.gated else ("up",):
-        yield from _column(config, f"{name}.mlp.{role}", ffn, ffn)
-    yield from _row(config, f"{name}.mlp.down", ffn, ffn)
+        yield from _column(config, f"{name}.mlp.{role}", ffn, ffn, config.use_mlp_bias)
+    yield from _row(config, f"{name}.mlp.down", ffn, ffn, config.use_mlp_bias)
 
 
 def _experts(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
@@ -146,14 +146,14 @@ def _experts(config: TransformerConfig, name: str) -> Iterator[ParameterShape]:
 
 
 def _column(
-    config: TransformerConfig, name: str, size: int, units: int, *, copied: bool = False
+    config: TransformerConfig, name: str, size: int, units: int, bias: bool, *, copied: bool = False
 ) -> Iterator[ParameterShape]:
     yield ParameterShape(f"{name}.weight", (size, config.hidden), 0, units, copied)
-    if config.use_bias:
+    if bias:
         yield ParameterShape(f"{name}.bias", (size,), 0, units, copied)
 
 
-def _row(config: TransformerConfig, name: str, size: int, units: int) -> Iterator[ParameterShape]:
+def _row(config: TransformerConfig, name: str, size: int, units: int, bias: bool) -> Iterator[ParameterShape]:
     yield ParameterShape(f"{name}.weight", (config.hidden, size), 1, units)
-    if config.use_bias:
+    if bias:
         yield ParameterShape(f"{name}.bias", (config.hidden,))

@@ -154,7 +154,7 @@ class Transformer(nn.Module):
             )
         if part.embedding and config.embedding_norm:
             self.embedding_norm = make_norm(config, partial_over=partial_over, device=meta, dtype=dtype)
-        rotary = Rotary(config.head_size, base=config.rotary_base) if config.position == "rotary" else None
+        rotary = _rotary(config) if config.position == "rotary" else None
         alibi = Alibi(config.heads) if config.position == "alibi" else None
         self.layers = nn.ModuleDict()
         for layer in part.layers:
@@ -410,6 +410,15 @@ class Transformer(nn.Module):
             )
         logits: Tensor = self.head(x)
         return logits
+
+
+def _rotary(config: TransformerConfig) -> Rotary:
+    return Rotary(
+        config.head_size,
+        base=config.rotary_base,
+        fraction=config.rotary_fraction,
+        scaling=config.rotary_scaling,
+    )
 
 
 def _check_part(config: TransformerConfig, part: Part) -> None:

@@ -8,6 +8,7 @@ embedding               :class:`VocabParallelEmbedding`
 cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
 head_loss               :func:`vocab_parallel_head_loss`: output product and loss, never holding all logits
 attention               :class:`ParallelAttention`, with :class:`Rotary`, :class:`Alibi`
+rotary_scaling          :class:`RotaryScaling`, :func:`rotary_frequencies`: rotary for longer sequences than trained on
 context                 :func:`cut_context`, :func:`gather_context`, :func:`context_positions`,
                         :func:`check_context`: who holds which tokens of a sequence
 documents               :func:`document_positions`, :func:`document_targets`: several texts in one row
@@ -59,6 +60,7 @@ from .products import column_linear, row_linear
 from .public_plans import plan_for
 from .replicas import assert_replicas_equal, check_replicas, mark_partial
 from .rotary import Rotary
+from .rotary_scaling import RotaryScaling, rotary_frequencies
 
 __all__ = [
     "Alibi",
@@ -74,6 +76,7 @@ __all__ = [
     "Plan",
     "ProductSpeed",
     "Rotary",
+    "RotaryScaling",
     "Routed",
     "Routing",
     "RowParallelLinear",
@@ -101,6 +104,7 @@ __all__ = [
     "overlap_for",
     "parallelize",
     "plan_for",
+    "rotary_frequencies",
     "router_z_loss",
     "row_linear",
     "split_features",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import positions_of
+from .rotary_scaling import RotaryScaling, rotary_frequencies
 
 __all__ = ["Rotary"]
 
@@ -26,9 +27,18 @@ class Rotary(nn.Module):
         head_dim: features of a head.
         base: the angles' base.
         fraction: which part of the features, from the first on, is rotated; the others pass (GPT-NeoX: 0.25).
+        scaling: slows rotation down, for longer sequences than trained on; yarn's factor of the scores, too, is in
+            what comes out.
     """
 
-    def __init__(self, head_dim: int, *, base: float = 10000.0, fraction: float = 1.0) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        fraction: float = 1.0,
+        scaling: RotaryScaling | None = None,
+    ) -> None:
         super().__init__()
         self.features = int(head_dim * fraction)
         if self.features % 2 or not 0 < self.features <= head_dim:
@@ -36,7 +46,7 @@ class Rotary(nn.Module):
                 f"rotary: {fraction} of a head of {head_dim} features is {self.features}, which must be "
                 f"even and between 2 and {head_dim}"
             )
-        self.head_dim, self.base = head_dim, base
+        self.head_dim, self.base, self.scaling = head_dim, base, scaling
         self._cache: dict[tuple[object, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor, positions: Tensor | tuple[range, ...] | None = None) -> Tensor:
@@ -66,9 +76,12 @@ class Rotary(nn.Module):
     def _angles(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, ``[s, features / 2]`` each, in the dtype of ``x``."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        steps = torch.arange(0, self.features, 2, dtype=wide, device=x.device) / self.features
-        angles = torch.outer(positions.to(device=x.device, dtype=wide), self.base**-steps)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        frequencies, factor = rotary_frequencies(
+            self.features, base=self.base, scaling=self.scaling, dtype=wide, device=x.device
+        )
+        angles = torch.outer(positions.to(device=x.device, dtype=wide), frequencies)
+        return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, rotated={self.features}, base={self.base}"
+        scaled = "" if self.scaling is None else f", scaling={self.scaling.kind} {self.scaling.factor:g}"
+        return f"head_dim={self.head_dim}, rotated={self.features}, base={self.base}{scaled}"
