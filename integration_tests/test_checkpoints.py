@@ -37,13 +37,13 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(data=4, stage=1),
     Layout(data=4, stage=2),
     Layout(data=4, stage=3),
-    # Uneven stages: five blocks, an embedding and a head over two.
+    # Uneven stages: three blocks, an embedding and a head over two.
     Layout(data=2, tensor=2, pipeline=2, sequence=True, stage=3),
 )
 
 # 12 samples a step, for three and for four replicas; fewer KV heads than ranks; a vocabulary that nothing divides.
 MODEL = {
-    "model__layers": 5,
+    "model__layers": 3,
     "model__hidden": 16,
     "model__heads": 4,
     "model__kv_heads": 2,
@@ -178,18 +178,18 @@ SAME: tuple[tuple[Layout, dict[str, Any]], ...] = tuple(
 
 
 def stopped_and_resumed(root: str) -> list[tuple[str, list[float], list[float], list[str]]]:
-    """Three steps and three more, with a checkpoint in between; the second time from it, with nothing left over."""
+    """Two steps and two more, with a checkpoint in between; the second time from it, with nothing left over."""
     found = []
     for number, (layout, settings) in enumerate(SAME):
         mesh = mesh_of(layout)
         whole = trainer_of(layout, mesh, **settings)
-        for _ in range(3):
+        for _ in range(2):
             whole.train_step()
         save(whole, Path(root) / str(number), keep=1)
         barrier(mesh.world)
         again = trainer_of(layout, mesh, **settings)
         resume(again, Path(root) / str(number), _no_news)
-        losses = [[trainer.train_step().loss for _ in range(3)] for trainer in (whole, again)]
+        losses = [[trainer.train_step().loss for _ in range(2)] for trainer in (whole, again)]
         right, ours = gathered(whole), gathered(again)
         different = [name for name, values in right.items() if not torch.equal(ours[name], values)]
         found.append((f"{layout} {settings}", losses[0], losses[1], different))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from shardweave.comm import Axis
 from shardweave.zero import ZeroOptimizer
 
-__all__ = ["STAGES", "Net", "assert_equal", "batch", "loss_of", "make_optimizer", "model", "one_process"]
+__all__ = [
+    "STAGES", "Net", "assert_equal", "batch", "impatient", "loss_of", "make_optimizer", "model", "one_process",
+]  # fmt: skip
 
 STAGES = (0, 1, 2, 3)
 """Every stage there is."""
@@ -87,6 +90,11 @@ def one_process(
         optimizer.step()
         after_step(optimizer)
     return [parameter.detach().clone() for parameter in net.parameters()], norms
+
+
+def impatient() -> None:
+    """A rank says what it waits for after a moment, not after seconds; for bodies of ranks that part."""
+    patch("shardweave.zero.same_order._LONG", 0.4).start()
 
 
 def assert_equal(found: nn.Module, expected: Sequence[Tensor], tolerance: float = 1e-12) -> None:

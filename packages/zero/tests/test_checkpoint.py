@@ -93,11 +93,11 @@ def train(net: Net, optimizer: ZeroOptimizer, steps: range) -> None:
 def gathered(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, Tensor]:
     """Values and states in their full shape, on every rank: an independent way to put them together."""
     kinds = ("values", "exp_avg", "exp_avg_sq")
-    full = {
-        f"{kind}/{name}": torch.zeros(shape, dtype=torch.float64)
-        for kind in kinds
-        for name, shape in SHAPES.items()
-    }
+    keys = [(f"{kind}/{name}", shape) for kind in kinds for name, shape in SHAPES.items()]
+    sizes = [torch.Size(shape).numel() for _, shape in keys]
+    everything = torch.zeros(sum(sizes), dtype=torch.float64)  # one sum over the ranks for all of them
+    parts = everything.split(sizes)
+    full = {key: part.view(shape) for (key, shape), part in zip(keys, parts, strict=True)}
     for piece in optimizer.pieces():
         if not counts_here(piece.parameter, mesh.model) or (optimizer.stage == 0 and not mesh.data.is_first):
             continue
@@ -106,9 +106,8 @@ def gathered(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, Tensor]:
             local = torch.zeros(piece.parameter.numel(), dtype=torch.float64)
             local[piece.begin : piece.begin + flat.numel()] = flat.double()
             full[f"{kind}/{piece.name}"][full_index(piece.parameter)] += local.view(piece.parameter.shape)
-    return {
-        name: all_reduce(values, mesh.world) if values.numel() else values for name, values in full.items()
-    }
+    all_reduce(everything, mesh.world)
+    return {name: values.clone() for name, values in full.items()}  # a view is sent with all it is a view of
 
 
 LAYOUTS = [(1, 1, 0), (3, 1, 2), (2, 1, 0), (2, 2, 3), (1, 4, 3), (3, 2, 1)]

@@ -83,7 +83,7 @@ def check(mesh: Mesh, stage: int, compression: Compression, *, micros: int = 1) 
         ours.items(), torch.optim.SGD, data=mesh.data, shard=mesh.shard, stage=stage, lr=RATE,
         bucket_mb=0.002, compression=compression, module=alone(ours),
     )  # fmt: skip
-    steps, skipped = 6, 3
+    steps, skipped = 5, 3
     for step in range(steps):
         for micro in range(micros - 1):
             with optimizer.accumulate():

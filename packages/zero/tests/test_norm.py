@@ -239,10 +239,10 @@ def test_forgetting_the_model_axis_is_refused() -> None:
 def test_b053_every_rank_skips_when_one_has_infinity() -> None:
     """dp4, tp4, pp4 and dp2 x tp2: infinity in one element on rank 2 at step 2, in copies too."""
     for sizes in ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"dp": 2, "tp": 2}):
+        mesh = Mesh.of(sizes)
+        rank = mesh.world.rank
         for stage in STAGES:
             for value in (math.inf, -math.inf, math.nan):
-                mesh = Mesh.of(sizes)
-                rank = mesh.world.rank
                 weight, copy = parameter([1.0] * 5), parameter([1.0] * 3)
                 if mesh.pp.size > 1:
                     for index, own in enumerate((weight, copy)):
@@ -262,6 +262,7 @@ def test_b053_every_rank_skips_when_one_has_infinity() -> None:
                 assert history[0] == history[1] != history[2]
                 steps = {float(s["step"]) for s in optimizer.state.values() if s}
                 assert steps <= {2.0}
+        mesh.close()
 
 
 @pytest.mark.ranks(2)

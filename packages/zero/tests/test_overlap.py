@@ -24,7 +24,7 @@ from shardweave.zero import MixedPrecision
 
 SMALL = 0.0003
 """MiB in a unit: several units even for the test net."""
-STEPS = 5
+STEPS = 3
 
 Start = Callable[..., Pending[Tensor]]
 COLLECTIVES = (
@@ -114,7 +114,7 @@ def instead(way: Callable[[Start, list[str]], Start]) -> Iterator[list[str]]:
 
 
 def train(mesh: Mesh, stage: int, dtype: torch.dtype, shard: Axis | None, partial: bool) -> list[Tensor]:
-    """Five steps of two micro-batches; the parameters, bit for bit."""
+    """Three steps of two micro-batches; the parameters, bit for bit."""
     net = model(dtype=torch.promote_types(dtype, torch.float32))
     if partial:
         for name, parameter in net.named_parameters():

@@ -15,7 +15,7 @@ from shardweave.comm.testing import RankError, run_ranks
 from shardweave.zero.member import Member
 from shardweave.zero.residency import Residency
 
-TWO = range(24)
+TWO = range(16)
 FOUR = [seed for seed in range(40) if Setting.draw(Random(f"setting {seed}"), 4, None).copies][:4]
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from packages.zero.tests.nets import STAGES, assert_equal, batch, loss_of, make_optimizer, model, one_process
+from packages.zero.tests.nets import (
+    STAGES,
+    assert_equal,
+    batch,
+    impatient,
+    loss_of,
+    make_optimizer,
+    model,
+    one_process,
+)
 from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, WeightGradients, all_reduce, gradient_work
@@ -176,6 +185,7 @@ def test_zero_grad_after_ranks_have_launched_different_units() -> None:
 
 def without_a_batch(steps: int) -> None:
     """One rank goes to the step, the other one to its first module."""
+    impatient()
     axis = Mesh(dp=2).data
     net = Branch()
     optimizer = sgd(net, axis, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from shardweave.comm import Mesh, Topology
 from shardweave.zero import ZeroOptimizer
 
 ADAM: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+right_of = functools.cache(one_process)
+"""The same for every stage and topology."""
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), **ADAM)
 
 
 def check(mesh: Mesh, stage: int, *, micros: int = 1, clip: float | None = 0.05) -> None:
@@ -29,9 +37,7 @@ def check(mesh: Mesh, stage: int, *, micros: int = 1, clip: float | None = 0.05)
         loss_of(net, batch(step, mesh.data.rank, micros - 1)).backward()
         optimizer.step()
         norms.append(float(optimizer.grad_norm))
-    right, right_norms = one_process(
-        lambda m: torch.optim.AdamW(m.parameters(), **ADAM), mesh.data.size, micros=micros, clip=clip
-    )
+    right, right_norms = right_of(adam, mesh.data.size, micros=micros, clip=clip)
     assert_equal(net, right)
     assert norms == pytest.approx(right_norms, rel=1e-12)
 

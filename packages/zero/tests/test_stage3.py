@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages.zero.tests.nets import impatient
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -447,6 +448,7 @@ def test_ranks_that_part_are_told_so(orders: tuple[list[int], list[int]], words:
 
 
 def part(orders: tuple[list[int], list[int]]) -> None:
+    impatient()
     data = Mesh(dp=2).data
     net = model()
     optimizer = optimizer_of(net, data)
@@ -459,6 +461,7 @@ def part(orders: tuple[list[int], list[int]]) -> None:
 
 def part_where_all_is_there(kind: str, prefetch: int) -> None:
     """In what is live already, where nothing would be asked for its own sake."""
+    impatient()
     data = Mesh(dp=2).data
     net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
     optimizer = optimizer_of(net, data, units=[nn.Linear], prefetch=prefetch)
