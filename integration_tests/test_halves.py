@@ -14,6 +14,9 @@ from shardweave.zero import ZeroOptimizer
 
 WIDTH = 4
 
+STEPS = 2
+"""The second on what the first has left: moments, and at stage 3 the order of use."""
+
 
 class Block(nn.Module):
     """A product that can be put off, and a norm that cannot."""
@@ -65,7 +68,7 @@ def test_halves_under_every_stage_of_zero() -> None:
     for name, count in (("zb-h1", 3), ("zb-v", 4), ("dualpipe-v", 5)):
         plan = schedule(name, ranks=2, micro_batches=count)
         halves = sum(action.kind == "I" for action in plan.actions[mesh.pp.rank])
-        right = trained(plan.num_stages, count, steps=3)
+        right = trained(plan.num_stages, count, STEPS)
         for stage, recompute in ((0, False), (1, False), (2, False), (3, False), (3, True)):
             held = plan.stages_of(mesh.pp.rank)
             modules = nn.ModuleList(Block(index) for index in held)
@@ -76,11 +79,11 @@ def test_halves_under_every_stage_of_zero() -> None:
             )  # fmt: skip
             put_off = WeightGradients.put
             with patch.object(WeightGradients, "put", autospec=True, side_effect=put_off) as put:
-                for step in range(3):
+                for step in range(STEPS):
                     optimizer.zero_grad()
                     pipeline.step(*batch(count, step, mesh.data.rank))
                     optimizer.step()
-            assert put.call_count == 3 * 2 * halves  # steps, products of a block
+            assert put.call_count == STEPS * 2 * halves  # products of a block
             with optimizer.full_parameters():
                 for index, module in zip(held, modules, strict=True):
                     for mine, other in zip(module.parameters(), right[index].parameters(), strict=True):

@@ -1,7 +1,7 @@
 """A model that somebody else wrote, split over tensor ranks, under the sharded optimizer: equal to one process.
 
 transformers' Llama with one key head, which both tensor ranks hold: the gradient of each copy is a part of the sum.
-transformers is imported by the ranks themselves: it takes seconds, and the other tests do without.
+transformers is imported for these ranks alone: it takes seconds, and the other tests do without.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train_plainly() -> nn.Module:
     return model
 
 
-@pytest.mark.ranks(4, timeout=150)
+@pytest.mark.ranks(4, timeout=150, imports=["transformers.models.llama.modeling_llama"])
 def test_llama_split_and_under_the_sharded_optimizer() -> None:
     mesh = Mesh(dp=2, tp=2)
     right = train_plainly()

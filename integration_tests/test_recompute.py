@@ -26,7 +26,7 @@ from shardweave.comm.testing import run_ranks
 from shardweave.launcher.trainer import Record, Trainer
 from shardweave.models.block import Block
 
-SETTINGS: dict[str, Any] = {"run__steps": 4, "optimizer__warmup": 1}
+SETTINGS: dict[str, Any] = {"run__steps": 3, "optimizer__warmup": 1}
 
 Way = tuple[Layout, bool]
 """A layout, and whether checkpointing is the reentrant kind."""

@@ -273,6 +273,7 @@ def test_nothing_lies_about_in_the_root() -> None:
         ".gitignore",
         "LICENSE",
         "README.md",
+        "conftest.py",
         "constraints.txt",
         "mkdocs.yml",
         "noxfile.py",

@@ -106,6 +106,11 @@ def test_a_function_without_a_name_is_refused() -> None:
         run_ranks(gather, 0, 1)
 
 
+@pytest.mark.ranks(2, imports=["wsgiref.headers"])
+def test_what_a_test_needs_is_imported_before_the_ranks_are_forked() -> None:
+    assert "wsgiref.headers" in sys.modules
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [4, 5])
 def test_the_marker_passes_fixtures_on(tmp_path: Path, number: int) -> None:

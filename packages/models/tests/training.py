@@ -48,9 +48,9 @@ def expect_equal_parameters(split: Transformer, whole: Transformer) -> None:
 def expect_equal_training(
     whole: Transformer, split: Transformer, targets: Tensor | None = None, **arguments: Any
 ) -> None:
-    """Three steps of AdamW over `batch_of`. ``arguments``: of the forward passes; ``targets``: others than its own."""
+    """Two steps of AdamW over `batch_of`. ``arguments``: of the forward passes; ``targets``: others than its own."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, split)]
-    for _ in range(3):
+    for _ in range(2):
         expected, expected_norm = _step(whole, targets, arguments)
         loss, norm = _step(split, targets, arguments)
         near(loss, expected, "loss")

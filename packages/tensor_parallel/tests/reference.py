@@ -2,7 +2,7 @@
 
 Both are built from the same seed, so that they hold the same weights (which the comparison checks first), and have
 the same parameter names. Then outputs, input gradients, every parameter's gradient, the global norm and the
-parameters after three steps must agree.
+parameters after two steps must agree.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def assert_same_training(
     split_step: Callable[[], Tensor],
     reference_step: Callable[[], Tensor],
     *,
-    steps: int = 3,
+    steps: int = 2,
 ) -> None:
     """``steps`` steps of Adam, with everything compared on the way. The steps return what is to be compared."""
     assert_parameters_equal(split, reference)

@@ -1,7 +1,7 @@
 """All layers together, on eight ranks, with sizes that eight does not divide, against torch's own modules.
 
 Hidden 7, vocabulary 13, feed-forward 19; eight query heads on two key/value heads, of which four ranks each hold a
-copy. Three steps of Adam, after which every copy of a parameter has the same bits.
+copy. Two steps of Adam, after which every copy of a parameter has the same bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models that other people wrote, untouched, in the plain loop: equal to plain PyTorch at every stage.
 
-transformers' GPT-2 and Llama with random weights, and a small residual network. transformers is imported by the ranks
-themselves: it takes seconds, and the other tests do without.
+transformers' GPT-2 and Llama with random weights, and a small residual network. transformers is imported for
+this test's ranks alone: it takes seconds, and the other tests do without.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SMALL = 0.03
 """MiB in a unit: a few of them in each model."""
 
 VOCABULARY, SEQUENCE = 67, 12
+
+TRANSFORMERS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def next_token_loss(net: nn.Module, step: int, rank: int) -> Tensor:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.ranks(2, timeout=110)
+@pytest.mark.ranks(2, timeout=110, imports=TRANSFORMERS)
 def test_gpt2_and_llama_of_transformers() -> None:
     for subject in language_models():
         equal_at_every_stage(subject)

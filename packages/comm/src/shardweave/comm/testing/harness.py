@@ -59,9 +59,10 @@ def run_entry(
     kwargs: Mapping[str, Any],
     *,
     timeout: float,
+    imports: Iterable[str] = (),
     hosts: Hosts | None = None,
 ) -> list[Any]:
-    """:func:`run_ranks` for a function by name."""
+    """:func:`run_ranks` for a function by name. ``imports``: modules that are imported once for all ranks."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a test needs at least one rank")
     places = [place(rank, ranks, 1 if hosts is None else len(hosts)) for rank in range(ranks)]
@@ -86,7 +87,7 @@ def run_entry(
                 _environment(rank, ranks, places[rank], None if hosts is None else INTERFACE)
                 for rank in range(ranks)
             ],
-            imports=(entry,),
+            imports=(entry, *(Entry(module, "") for module in imports)),
             channels=True,
         )
         with group:

@@ -1,5 +1,6 @@
-"""The pytest markers ``ranks(n, timeout=60)``: the body of the test runs on ``n`` ranks; and ``hosts(n, rate=...)``:
-beside the former on ranks that are spread over ``n`` hosts, alone with these hosts as the fixture ``hosts``.
+"""The pytest markers ``ranks(n, timeout=60, imports=())``: the body of the test runs on ``n`` ranks; and
+``hosts(n, rate=...)``: beside the former on ranks that are spread over ``n`` hosts, alone with these hosts as the
+fixture ``hosts``.
 
 pytest sets the fixtures up in its own process, once; what the test asks for is pickled and handed to every
 rank (``tmp_path``, parametrized values, data). The zygote starts before the tests are collected, while this
@@ -12,7 +13,7 @@ import contextlib
 import gc
 import inspect
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from .hosts import Hosts, HostsUnavailable
 __all__ = ["hosts", "pytest_addoption", "pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
 
 _MARKER = (
-    "ranks(n, timeout=60): run the test's body on n ranks, each a process with torch.distributed initialised "
-    "(gloo, loopback); fails with the first failing rank's traceback, or after timeout seconds"
+    "ranks(n, timeout=60, imports=()): run the test's body on n ranks, each a process with torch.distributed "
+    "initialised (gloo, loopback); fails with the first failing rank's traceback, or after timeout seconds; the "
+    "modules of imports are imported once, before the ranks are forked"
 )
 _HOSTS_MARKER = (
     "hosts(n, rate=None, delay_ms=0, loss=0, mtu=9000): n hosts, network namespaces with links between them, for "
@@ -70,9 +72,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                 pytrace=False,
             )
         return None
-    number, timeout = _read_marker(*marker.args, **marker.kwargs)
+    number, timeout, imports = _read_marker(*marker.args, **marker.kwargs)
     with contextlib.nullcontext() if on_hosts is None else _bench(on_hosts) as bench:
-        error = _outcome(pyfuncitem, number, timeout, bench)
+        error = _outcome(pyfuncitem, number, timeout, imports, bench)
     if isinstance(error, RankError) and error.fault is not None and error.fault.type == "Skipped":
         pytest.skip(error.fault.message)
     if error is not None:
@@ -107,18 +109,20 @@ def _bench(marker: pytest.Mark) -> Iterator[Hosts]:
 
 
 def _outcome(
-    item: pytest.Function, ranks: int, timeout: float, hosts: Hosts | None
+    item: pytest.Function, ranks: int, timeout: float, imports: Sequence[str], hosts: Hosts | None
 ) -> RankError | EntryError | None:
     fixtures = _fixtures(item)
     try:
-        run_entry(_entry(item), ranks, (), fixtures, timeout=timeout, hosts=hosts)
+        run_entry(_entry(item), ranks, (), fixtures, timeout=timeout, imports=imports, hosts=hosts)
     except (RankError, EntryError) as error:
         return error
     return None
 
 
-def _read_marker(n: int, timeout: float = 60.0) -> tuple[int, float]:
-    return n, timeout
+def _read_marker(
+    n: int, timeout: float = 60.0, imports: Sequence[str] = ()
+) -> tuple[int, float, Sequence[str]]:
+    return n, timeout, imports
 
 
 def _entry(item: pytest.Function) -> Entry:
