@@ -171,7 +171,7 @@ def _configurations(draw: Any) -> list[str]:
     ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(_configurations())
 def test_the_small_one_fits_the_layout_in_the_same_way(overrides: list[str]) -> None:
     config = load_config(None, overrides)
