@@ -243,7 +243,7 @@ class _Masked:
 
 
 def _masked(config: Config, mesh: Mesh, valid: Sequence[int]) -> tuple[Trainer, StepResult]:
-    trainer = Trainer(config, mesh)
+    trainer = Trainer(config, mesh, dataset=_dataset())
     trainer.batches = _Masked(valid, mesh.dp.rank, mesh.dp.size, trainer.parts.plan.accumulation)
     return trainer, trainer.train_step()
 
@@ -255,8 +255,9 @@ def _compare_masked(mesh: Mesh, valid: Sequence[int], *, micro: int) -> StepResu
     reference, expected = _masked(_config(*whole), Mesh.single(), valid)
     _same_step(result, expected)
     assert result.tokens == sum(valid)
+    found = trainer.full_parameters()
     for name, values in reference.full_parameters().items():
-        torch.testing.assert_close(trainer.full_parameters()[name], values, rtol=1e-9, atol=1e-10, msg=name)
+        torch.testing.assert_close(found[name], values, rtol=1e-9, atol=1e-10, msg=name)
     return result
 
 
