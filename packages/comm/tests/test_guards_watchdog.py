@@ -219,7 +219,9 @@ def test_messages_name_the_other_end(tmp_path: Path, sender: int) -> None:
 @pytest.mark.ranks(2)
 def test_what_is_launched_early_and_waited_for_late_is_no_hang(tmp_path: Path) -> None:
     """Rank 1 launches late, rank 0 early, and neither waits long: nobody is told anything."""
-    mesh = Mesh(dp=2, options=CommOptions(watch=1.0))  # of other work on the machine rank 1 may be late by so much
+    mesh = Mesh(
+        dp=2, options=CommOptions(watch=1.0)
+    )  # of other work on the machine rank 1 may be late by so much
     with stderr_in(tmp_path):
         if mesh.dp.is_first:
             pending = comm.start_all_reduce(torch.ones(4), mesh.dp)
