@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ Truth = list[tuple[Tensor, Tensor, Tensor]]
 """Each parameter with its two moments."""
 
 
+@functools.cache  # asked at every stage and for units of every size
 def one_process(steps: int) -> tuple[Truth, list[float]]:
     """What plain torch makes of the means, with the norms of all steps."""
     net = Sizes()
