@@ -28,7 +28,7 @@ from shardweave.launcher.processes import launch_local
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
 
 ROOT = Path(__file__).parents[3]
-LIMIT = 10.0  # seconds: what the cases allow for an end
+LIMIT = 30.0  # seconds for an end, which takes one on an idle machine; by itself nothing ends sooner
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def launch(zygote: Zygote, function: str, run_dir: Path, ranks: int = 2, **optio
 
 
 def end_as_told(payload: dict[str, Any]) -> None:
-    init(timeout=20)
+    init(timeout=60)
     total = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(total)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {int(total)}")
@@ -85,7 +85,7 @@ def read_data_for_ever(payload: dict[str, Any]) -> None:
 
 
 def talk_much(payload: dict[str, Any]) -> None:
-    init(timeout=20)
+    init(timeout=60)
     for number in range(1000):
         print(f"{dist.get_rank()}:{number:04d}:".ljust(200, "abc"[number % 3]))
     dist.barrier()
@@ -290,7 +290,7 @@ def test_eight_ranks_are_in_their_entry_point_within_seconds(zygote: Zygote, tmp
     assert outcome.exit_code == 0
     assert len(set(started[0])) == 8
     said = [(tmp_path / "ranks" / f"rank-0000{rank}.log").read_text().split() for rank in range(8)]
-    assert max(float(when) for when, _ in said) - begin < 5  # 0.2 s on an idle machine
+    assert max(float(when) for when, _ in said) - begin < 10  # 0.2 s on an idle machine
     assert {int(threads) for _, threads in said} == {int(os.environ.get("OMP_NUM_THREADS", "1"))}
 
 

