@@ -139,7 +139,7 @@ def differences(root: Path, precision: str, tolerance: float, *, every: int) -> 
     ]
     wrong = []
     for number, layout in enumerate(LAYOUTS):
-        chosen = range((number + 1) % every, len(LAYOUTS), every)
+        chosen = range((number + 3) % every, len(LAYOUTS), every)
         asked = [roots[place] for place in chosen]
         pairs = run_ranks(target, layout.ranks, layout, asked, precision, timeout=240)[0]
         for place, (found, loss) in zip(chosen, pairs, strict=True):
@@ -159,7 +159,8 @@ def _equal(ours: Tensor | None, right: Tensor | None) -> bool:
 
 @pytest.mark.timeout(600)
 def test_b091_layouts_continue_one_another(tmp_path: Path) -> None:
-    assert differences(tmp_path, "fp64", 1e-12, every=5) == []
+    """Each is loaded by one other, mostly of another kind; `nox -s lattice` tries every pair."""
+    assert differences(tmp_path, "fp64", 1e-12, every=len(LAYOUTS)) == []
 
 
 # -- the same layout, bit for bit ----------------------------------------------------------------------------
