@@ -1,7 +1,7 @@
 """A run saved on any layout goes on from there on any other: the same parameters, moments and next step.
 
 On the same layout it goes on bit for bit. Each group of ranks does everything for its layout. In float64 each loads
-every fifth of the others; `nox -s lattice` tries all of the hundred pairs, and every fifth in float32, where only the
+one of the others; `nox -s lattice` tries all of the hundred pairs, and every fifth in float32, where only the
 tolerance is another (``python -m integration_tests.test_checkpoints``).
 """
 
