@@ -1,9 +1,10 @@
 """Every Python example that a reader can copy runs: the blocks of the READMEs and of the documentation.
 
 A page is one program: its blocks run in order, in one process of their own, with one thread, in an empty folder. It is
-forked from one that has imported torch and nothing else, which takes as long as the rest. A block that is not meant
-to run is fenced as `text`, `console` or `yaml`, not as `python`. A block with a title (`python title="train.py"`) is
-a script of its own, for the `torchrun` line that the page shows, and runs in fresh interpreters.
+forked from one that has imported torch, with what its first optimizer imports, and nothing else: that takes as long as
+the rest. A block that is not meant to run is fenced as `text`, `console` or `yaml`, not as `python`. A block with a
+title (`python title="train.py"`) is a script of its own, for the `torchrun` line that the page shows, and runs in fresh
+interpreters.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def zygote() -> Iterator[Zygote]:
     """Not the tests' own: it must not have imported anything that an example could have forgotten to import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        with Zygote.start(("torch",), fresh=True) as started:
+        with Zygote.start(("torch", "torch._dynamo"), fresh=True) as started:
             yield started
 
 
