@@ -204,4 +204,4 @@ def test_a_script_may_define_functions_after_its_first_ranks(tmp_path: Path) -> 
     """The process that ranks are forked from began when the script had not come so far."""
     file = tmp_path / "script.py"
     file.write_text(SCRIPT, encoding="utf-8")
-    subprocess.run([sys.executable, str(file)], check=True, timeout=60)
+    subprocess.run([sys.executable, str(file)], check=True, timeout=150)
