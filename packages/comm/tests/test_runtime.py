@@ -53,6 +53,6 @@ def test_shutdown_flushes_and_leaves_with_the_code(tmp_path: Path, code: int) ->
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    outputs = [process.communicate(timeout=150)[0] for process in ranks]
     assert outputs == ["done 0\n", "done 1\n"]
     assert [process.returncode for process in ranks] == [code, code]

@@ -111,7 +111,7 @@ def test_ranks_that_meet_on_the_loopback_address_listen_on_nothing_else() -> Non
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=60)[0] for process in ranks]
+        outputs = [process.communicate(timeout=150)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
