@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardweave import comm
 from shardweave.comm import Axis, Mesh
+from shardweave.comm.testing import RankError, run_ranks
 from shardweave.pipeline import BUILDERS, Action, Pipeline, Schedule, schedule
 from shardweave.pipeline.builders.rules import RULES
 
@@ -189,6 +190,84 @@ def test_nothing_is_held_after_a_failed_step() -> None:
     pipeline.step([torch.ones(())] * 4)
     assert stage.weight.grad is not None
     assert float(stage.weight.grad) == 4.0
+
+
+class Raising(Constant):
+    """Raises in its ``last`` call."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.ahead = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ahead -= 1
+        if not self.ahead:
+            raise ArithmeticError("on purpose")
+        return super().forward(x)
+
+
+def failing_twice() -> None:
+    mesh = Mesh(pp=2)
+    stage, inputs = Raising(2 - mesh.pp.rank), [torch.zeros(())] * 2
+    pipeline = Pipeline([stage], mesh.pp, schedule("gpipe", stages=2, micro_batches=2))
+    with pytest.raises(ArithmeticError):
+        pipeline.step(inputs)
+    pipeline.evaluate(inputs)
+
+
+def test_after_a_failed_step_messages_may_be_on_their_way() -> None:
+    """Of the first micro-batch here, which another step would take for its own."""
+    with pytest.raises(
+        RankError, match=r"evaluate\(\) is called after step\(\) ended with an error .* anew from"
+    ):
+        run_ranks(failing_twice, 2, timeout=30)
+
+
+class Asking(Constant):
+    """Calls its own pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline: list[Pipeline] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pipeline in self.pipeline:
+            pipeline.evaluate([x, x])
+        return super().forward(x)
+
+
+def test_one_call_at_a_time() -> None:
+    stage = Asking()
+    pipeline = Pipeline([stage], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=2))
+    stage.pipeline.append(pipeline)
+    with pytest.raises(
+        ValueError, match=r"evaluate\(\) is called while step\(\) of the same pipeline is running"
+    ):
+        pipeline.step([torch.zeros(())] * 2)
+    stage.pipeline.clear()
+    assert pipeline.step([torch.zeros(())] * 2) is not None  # alone there are no messages to be mixed up
+
+
+def test_a_parameter_that_is_unfrozen_later_is_final_once() -> None:
+    stage = Constant().requires_grad_(requires_grad=False)
+    pipeline = Pipeline([stage], Axis.single("pp"), schedule("zb-h1", stages=1, micro_batches=3))
+    stage.requires_grad_()
+    told: list[Tensor] = []
+    comm.gradient_work(stage.weight).subscribe(stage.weight, told.append)
+    pipeline.step([torch.zeros(())] * 3)
+    assert len(told) == 1
+
+
+def test_what_no_rank_can_use_is_refused_before_the_first_forward() -> None:
+    stage = Constant()
+    pipeline = Pipeline([stage], Axis.single("pp"), schedule("1f1b", stages=1, micro_batches=2))
+    inputs = [torch.zeros(())] * 2
+    with pytest.raises(
+        ValueError, match=r"scale is tensor\(\[1., 1.\]\); it has to be a number, or a tensor of one"
+    ):
+        pipeline.step(inputs, scale=torch.ones(2))
+    with pytest.raises(ValueError, match="arguments 1 is a list; pass keyword arguments by name, as a dict"):
+        pipeline.step(inputs, arguments=[{}, []])  # type: ignore[list-item]
 
 
 # --- memory ------------------------------------------------------------------------------------------------

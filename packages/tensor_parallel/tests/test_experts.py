@@ -78,17 +78,18 @@ def total(y: Tensor, routed: Routed, weights: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("capacity", [None, 0.75])
-def test_a_mixture_is_a_loop_over_tokens(gated: bool, capacity: float | None) -> None:
+@pytest.mark.parametrize(
+    ("capacity", "room"), [(None, None), (0.75, 3), (1e-9, 1), (1e300, LENGTH)]
+)  # 0.75 * 8 * 2 / 4
+def test_a_mixture_is_a_loop_over_tokens(gated: bool, capacity: float | None, room: int | None) -> None:
     net, x = mixture(gated=gated, capacity=capacity), values(LENGTH, BATCH, HIDDEN, seed=5).requires_grad_()
-    room = None if capacity is None else 3  # 0.75 * 8 * 2 / 4
     y, routed = net(x)
     expected, balance, z = by_hand(net, x, room)
     assert_near(y, expected)
     assert_near(routed.balance_loss, balance)
     assert_near(routed.z_loss, z)
     assert int(routed.counts.sum()) == LENGTH * BATCH * K
-    assert (int(routed.dropped) > 0) == (capacity is not None)
+    assert (int(routed.dropped) > 0) == (room is not None and room < LENGTH)
     parameters = [x, *net.parameters()]
     weights = values(LENGTH, BATCH, HIDDEN, seed=6)
     found = torch.autograd.grad(total(y, routed, weights), parameters)

@@ -54,6 +54,15 @@ class Feed:
                     f"micro-batch (torch.tensor_split({name}, {micro_batches}) makes one), or build the "
                     "schedule for another number"
                 )
+        if not isinstance(self.scale, (int, float, Tensor)) or (
+            isinstance(self.scale, Tensor) and self.scale.numel() != 1
+        ):
+            raise ValueError(f"scale is {self.scale!r}; it has to be a number, or a tensor of one element")
+        for micro_batch, keywords in enumerate(self.arguments or ()):
+            if not isinstance(keywords, Mapping):
+                raise ValueError(
+                    f"arguments {micro_batch} is a {type(keywords).__name__}; pass keyword arguments by name, as a dict"
+                )
         if first:
             for micro_batch, value in enumerate(self.inputs or ()):
                 tensors_of(value, f"input {micro_batch}")

@@ -30,6 +30,7 @@ from .mailbox import Mailbox, Shapes
 from .programs import Program
 from .schedules import Schedule
 from .stage import Loss, Split, Stage
+from .turns import Turns
 from .values import Value
 
 __all__ = ["Pipeline"]
@@ -121,6 +122,7 @@ class Pipeline:
         self._tagged = _honours_tags(axis)
         self._program = lower(schedule)[axis.rank]
         self._plan = fingerprint(schedule)
+        self._turns = Turns(axis.size > 1)
         # By number of micro-batches: planned once, not for every evaluation and every token.
         self._forwards: dict[int, tuple[Program, int]] = {}
         self._shapes = {mode: Shapes(dynamic_shapes) for mode in ("step", "evaluate", "predict")}
@@ -158,7 +160,8 @@ class Pipeline:
         Raises:
             ValueError: autograd is off, the schedule has no backwards, or a number of inputs, targets or
                 arguments other than that of micro-batches, before the first message and, unless shapes are fixed
-                already, on every rank; or a value between stages that cannot be passed on.
+                already, on every rank; a value between stages that cannot be passed on; a call while another one is
+                running, or, on an axis of several ranks, after one that ended with an error in the middle.
         """
         feed = Feed(inputs, targets, arguments, scale, seed)
         return self._execute("step", self._program, self._plan, feed, self.schedule.num_micro_batches).total
@@ -214,6 +217,7 @@ class Pipeline:
 
     def _execute(self, mode: str, program: Program, plan: int, feed: Feed, micro_batches: int) -> Execution:
         shapes = self._shapes[mode]
+        self._turns.check(mode)
 
         def check() -> None:
             if mode == "step" and not torch.is_grad_enabled():
@@ -242,7 +246,7 @@ class Pipeline:
         execution = Execution(self.stages, mailbox, feed, self._recompute)
         if mode == "predict" and self._is_last:
             execution.outputs = []
-        with Holds(self.stages, program) as holds:
+        with self._turns.turn(mode), Holds(self.stages, program) as holds:
             execution.run(program, holds)
         shapes.settled = True
         return execution

@@ -106,7 +106,8 @@ class Stage:
         self.module, self.index = module, index
         self.is_last = index == count - 1
         self._loss, self._split = loss, split
-        self.parameters = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+        # Frozen ones, too: they may be trained from another step on.
+        self.parameters = tuple(module.parameters())
         self._trained = frozenset(map(id, self.parameters))
         self._work = [gradient_work(parameter) for parameter in self.parameters]
 

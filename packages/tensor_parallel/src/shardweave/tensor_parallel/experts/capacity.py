@@ -18,10 +18,11 @@ __all__ = ["capacity_of", "within_capacity"]
 def capacity_of(factor: float, length: int, experts: int, k: int) -> int:
     """Tokens of a sequence of ``length`` that each expert takes: ``factor`` times an even share, rounded up.
 
-    >>> capacity_of(1.25, 10, 4, 2)
-    7
+    >>> capacity_of(1.25, 10, 4, 2), capacity_of(1e-9, 10, 4, 2)
+    (7, 1)
     """
-    return -(-round(factor * 1e6) * length * k // (experts * 1_000_000))
+    room = -(-max(round(factor * 1e6), 1) * length * k // (experts * 1_000_000))
+    return min(room, torch.iinfo(torch.int64).max)  # places are counted in int64
 
 
 def within_capacity(
