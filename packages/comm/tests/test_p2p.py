@@ -34,6 +34,13 @@ def test_messages_of_one_tag_arrive_in_order_and_tags_keep_apart() -> None:
             comm.start_receive(buffer, axis, 0, tag) for buffer, tag in zip(buffers, (6, 5, 5), strict=True)
         ]
         assert [p.wait().item() for p in pending] == [3.0, 1.0, 2.0]
+    # Of these torch keeps the values as they were, and a mark.
+    number = torch.tensor([1 + 2j])
+    for marked in (number.conj(), number.conj().imag):
+        if axis.is_first:
+            comm.send(marked, axis, 1)
+        else:
+            assert comm.receive(torch.empty(1, dtype=marked.dtype), axis, 0).tolist() == marked.tolist()
 
 
 @pytest.mark.ranks(2)

@@ -69,7 +69,7 @@ def exchange(messages: Sequence[Message]) -> list[Pending[Tensor]]:
     if not messages:
         return []
     buffers = [
-        message.tensor.contiguous() if message.kind == "send" else contiguous_like(message.tensor)
+        _as_sent(message.tensor) if message.kind == "send" else contiguous_like(message.tensor)
         for message in messages
     ]
     axis = messages[0].axis
@@ -128,6 +128,11 @@ def post(axis: Axis, operations: Sequence[tuple[str, Tensor, int, int]]) -> list
                     raise RuntimeError(f"this process is not a member of the group of {axis!r}")
                 posted[number] = work
     return [posted[number] for number in range(len(peers))]
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """``tensor``, its memory being its values in order: torch may owe it a conjugation or a sign, unlike a receiver."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def contiguous_like(tensor: Tensor) -> Tensor:
