@@ -91,6 +91,22 @@ def test_a_learned_table_of_positions_does_not_change_its_length() -> None:
     assert changed_settings(there, here) == (("`model.sequence: 64` (there: 128)",), ())
 
 
+def test_a_scaling_of_rotary_is_one_setting_and_may_change() -> None:
+    """A model goes on with longer sequences; from none, to none, and from one to another."""
+    kinds = (
+        "model.rotary_scaling={kind: linear, factor: 2}",
+        "model.rotary_scaling={kind: linear, factor: 4}",
+    )
+    plain = [
+        load_config(None, ["model.position=rotary", *more]).plain() for more in ([], *([k] for k in kinds))
+    ]
+    for there, here in ((0, 1), (1, 0), (1, 2)):
+        refused, told = changed_settings(plain[there], plain[here])
+        assert not refused
+        assert len(told) == 1
+        assert told[0].startswith("`model.rotary_scaling: ")
+
+
 def test_a_setting_that_an_older_version_did_not_know_is_left_out() -> None:
     there, here = Config().plain(), Config().plain()
     del there["guard"]["spike"]

@@ -254,6 +254,25 @@ def test_the_transformers_own_rules_name_the_launchers_keys() -> None:
         load_config(None, ["model.experts=4", "model.z_loss=0.5", "model.router_bias=0.1"])
     )
     assert (shape.router_z_loss, shape.router_bias, shape.balance_loss) == (0.5, True, 0.01)
+    with pytest.raises(
+        ConfigError, match=r"model\.rotary_fraction: 0\.3 of a head of 32 is 9, which must be even"
+    ):
+        load_config(None, ["model.position=rotary", "model.rotary_fraction=0.3"])
+    with pytest.raises(ConfigError, match=r"model\.rotary_scaling\.original: None must be a whole number"):
+        load_config(None, ["model.position=rotary", "model.rotary_scaling={kind: llama3, factor: 2}"])
+    with pytest.raises(
+        ConfigError, match=r"model\.hidden: 512 in place of llama-3-8b's 4096, and its ffn of 14336"
+    ):
+        load_config(None, ["model.preset=llama-3-8b", "model.hidden=512"])
+    assert (
+        load_config(None, ["model.preset=llama-3-8b", "model.hidden=512", "model.ffn=null"]).model.ffn is None
+    )
+    assert (
+        transformer_config(
+            load_config(None, ["model.hidden=100", "model.heads=3", "model.head_dim=8"])
+        ).query_size
+        == 24
+    )
     dense = transformer_config(load_config(None, ["model.z_loss=0.5", "model.expert_capacity=1"]))
     assert (dense.router_z_loss, dense.expert_capacity) == (0.0, None)
 

@@ -9,7 +9,10 @@ import pytest
 from shardweave.launcher.config import Config, RecomputeEvery
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import config_text, load_config, read_config
+from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.strict_yaml import load
+from shardweave.models import PRESETS, preset
+from shardweave.tensor_parallel import RotaryScaling
 
 # The schema of the project's contract and what has been added since (stop_grace), every key with its default.
 CONTRACT = """
@@ -21,14 +24,23 @@ model:
   hidden: 128
   heads: 4
   kv_heads: null
+  head_dim: null
   ffn: null
   vocab: auto
   sequence: 128
   position: alibi
+  rotary_base: 10000.0
+  rotary_fraction: 1.0
+  rotary_scaling: null
   norm: layernorm
+  norm_eps: 1.0e-5
   embedding_norm: true
   qk_norm: false
+  parallel_residual: false
   activation: gelu
+  bias: null
+  attention_bias: null
+  mlp_bias: null
   tie_embeddings: true
   dropout: 0.0
   attention_dropout: 0.0
@@ -130,6 +142,31 @@ def test_a_preset_gives_way_to_the_keys_that_are_given() -> None:
     assert (config.model.norm, config.model.vocab, config.model.embedding_norm) == ("rmsnorm", 128256, False)
 
 
+def test_a_presets_rotary_scaling_is_keys_like_others() -> None:
+    config = load_config(None, ["model.preset=llama-3.1-8b", "model.layers=2"])
+    scaling = config.model.rotary_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor, scaling.original) == ("llama3", 8.0, 8192)
+    assert transformer_config(config) == preset("llama-3.1-8b", layers=2)
+    again = Config.model_validate(config.plain())
+    assert transformer_config(again) == transformer_config(config)
+    assert (
+        load_config(None, ["model.preset=llama-3.1-8b", "model.rotary_scaling=null"]).model.rotary_scaling
+        is None
+    )
+    yarn = ["model.position=rotary", "model.rotary_scaling={kind: yarn, factor: 4, original: 64}"]
+    assert transformer_config(load_config(None, yarn)).rotary_scaling == RotaryScaling(
+        kind="yarn", factor=4.0, original=64
+    )
+    without = transformer_config(load_config(None, ["model.preset=gpt-neox-20b", "model.position=alibi"]))
+    assert (without.rotary_fraction, without.parallel_residual) == (1.0, True)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_the_models_own(name: str) -> None:
+    assert transformer_config(load_config(None, [f"model.preset={name}"])) == preset(name)
+
+
 def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(tmp_path: Path) -> None:
     path = _write(
         tmp_path,
@@ -177,6 +214,10 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
             "model.heads=3",
             "`model.heads: 3` does not divide `model.hidden: 128`; use 1, 2, 4, 8, 16, 32, 64 or 128",
         ),
+        ("model.rotary_scaling={kind: yarn}", "model.rotary_scaling.factor"),
+        ("model.rotary_scaling={kind: ntk, factor: 2}", "model.rotary_scaling.kind: ntk is not allowed"),
+        ("model.rotary_fraction=0", "model.rotary_fraction: 0 is not allowed; it must be more than 0"),
+        ("model.mlp_bias=3", "model.mlp_bias: 3 is not allowed"),
         ("model.kv_heads=3", "model.kv_heads: 3 does not divide heads: 4; use 1, 2 or 4"),
         ("model.vocab=100", "`model.vocab: 100` is less than the byte tokenizer's 256 tokens"),
         ("run.steps.n=3", "run.steps"),

@@ -72,6 +72,22 @@ def test_a_given_width_of_the_mlp_keeps_its_ratio_and_its_remainder() -> None:
     assert small.ffn_size / small.hidden == pytest.approx(16001 / 4608, rel=0.1)
 
 
+def test_heads_of_a_width_of_their_own_stay_other_than_hidden() -> None:
+    for head_dim, wider in ((128, True), (32, False)):
+        _, _, shrunk = _shrunk("model.preset=gpt2", f"model.head_dim={head_dim}", "parallel.tensor=4")
+        small = transformer_config(shrunk.config)
+        assert small.head_size == shrunk.config.model.head_dim == 8
+        assert (small.query_size > small.hidden) == wider
+        assert (small.query_size < small.hidden) != wider
+
+
+def test_the_part_of_a_head_that_rotary_turns_stays_pairs() -> None:
+    rotary = ("model.preset=gpt2", "model.position=rotary", "model.heads=8")  # 96 wide
+    for fraction, width in ((0.25, 8), (0.0625, 32), (1.0, 8)):
+        _, _, shrunk = _shrunk(*rotary, f"model.rotary_fraction={fraction}")
+        assert transformer_config(shrunk.config).head_size == width
+
+
 def test_a_sequence_keeps_what_context_ranks_ask_of_it() -> None:
     for tensor, context in ((1, 4), (2, 2), (3, 2)):
         overrides = ["model.preset=gpt2", "model.sequence=960", "model.vocab=50256"]
@@ -215,11 +231,14 @@ def test_the_small_one_fits_the_layout_in_the_same_way(overrides: list[str]) -> 
 def test_every_preset_is_quick_to_verify(name: str) -> None:
     tensor = 5 if name == "gpt2-xl" else 4
     sequence = ["parallel.sequence=false"] if name == "gpt2-xl" else []
-    _, layout, shrunk = _shrunk(
+    config, layout, shrunk = _shrunk(
         f"model.preset={name}", f"parallel.tensor={tensor}", "parallel.pipeline=2", *sequence
     )
     small = transformer_config(shrunk.config)
     assert count_parameters(small) < 600_000
+    if shrunk == Shrunk(config):
+        assert name.startswith("tiny-")
+        return
     assert batch_plan(shrunk.config, layout).global_batch * small.sequence <= 512
 
 

@@ -212,7 +212,7 @@ def _rotate(config: TransformerConfig, x: Tensor) -> Tensor:
 
 def _speed(config: TransformerConfig, place: float) -> float:
     """base^-place, and with Llama 3.1's scaling up to `factor` times less where the wave is long."""
-    plain, scaling = config.rotary_base**-place, config.rotary_scaling
+    plain, scaling = float(config.rotary_base**-place), config.rotary_scaling
     if scaling is None:
         return plain
     assert scaling.kind == "llama3"

@@ -32,7 +32,7 @@ def test_derived_values_of_a_llama() -> None:
 
 def test_biases_of_attention_and_mlp_are_apart() -> None:
     for norm, bias in (("layernorm", True), ("rmsnorm", False)):
-        config = TransformerConfig(**_BASE, norm=norm, attention_bias=not bias)
+        config = TransformerConfig(**{**_BASE, "norm": norm}, attention_bias=not bias)
         assert (config.use_attention_bias, config.use_mlp_bias) == (not bias, bias)
     config = TransformerConfig(**_BASE, bias=False, mlp_bias=True)
     assert (config.use_attention_bias, config.use_mlp_bias) == (False, True)

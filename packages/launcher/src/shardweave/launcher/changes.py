@@ -56,6 +56,8 @@ TABLE: tuple[Row, ...] = (
         "the text is cut into other samples from here on",
         _either("model.position", "learned"),  # the table of positions has its length
     ),
+    Row("model.rotary_base", Kind.TOLD, "positions are told in another way from here on"),
+    Row("model.rotary_scaling", Kind.TOLD, "positions are told in another way from here on"),
     Row("model.dropout", Kind.TOLD),
     Row("model.attention_dropout", Kind.TOLD),
     Row("model.expert_capacity", Kind.TOLD),
@@ -123,10 +125,10 @@ def changed_settings(
     return tuple(refused), tuple(told)
 
 
-def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in block.items():
-        path = f"{prefix}{key}"
+def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Block by block; what a key in one holds is one setting, also where it is keys again."""
+    for key, value in settings.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{path}.")
+            yield from ((f"{key}.{inner}", part) for inner, part in value.items())
         else:
-            yield path, value
+            yield key, value

@@ -26,6 +26,7 @@ __all__ = [
     "Parallel",
     "RecomputeEvery",
     "RecomputeOperations",
+    "RotaryScaling",
     "Run",
     "WeightedSource",
     "Zero",
@@ -106,6 +107,25 @@ class Run(_Block):
     """Steps between lines of the console when it is not a terminal; metrics.jsonl always has every step."""
 
 
+class RotaryScaling(_Block):
+    """How rotary positions are slowed down for sequences longer than those that the model was trained on before."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """``linear``: all of them (arXiv 2306.15595); ``llama3``: as Llama 3.1 has it; ``yarn``: arXiv 2309.00071."""
+    factor: Annotated[Number, Field(ge=1)]
+    """How many times longer sequences become."""
+    original: Size | None = None
+    """llama3, yarn: the sequence trained on before."""
+    low: Positive = 1.0
+    """llama3: what turns less often than that in ``original`` tokens is slowed down in full."""
+    high: Positive = 4.0
+    """llama3: what turns more often stays as it was."""
+    beta_fast: Positive = 32.0
+    """yarn: what turns more often than that in ``original`` tokens stays as it was."""
+    beta_slow: Positive = 1.0
+    """yarn: what turns less often is slowed down in full."""
+
+
 class Model(_Block):
     """The transformer. With ``preset``, keys that are not given take the preset's value."""
 
@@ -119,6 +139,8 @@ class Model(_Block):
     """Number of query heads."""
     kv_heads: Size | None = None
     """Number of key and value heads (grouped-query attention); null: as many as ``heads``."""
+    head_dim: Size | None = None
+    """Width of one head; null: hidden / heads."""
     ffn: Size | None = None
     """Inner width of the MLP; null: the family's rule, 4 * hidden for gelu."""
     vocab: Auto | Size = "auto"
@@ -127,14 +149,31 @@ class Model(_Block):
     """Tokens in one sample."""
     position: Literal["learned", "rotary", "alibi"] = "alibi"
     """How positions enter: a learned table, rotated queries and keys, or biases on the attention scores."""
+    rotary_base: Positive = 10000.0
+    """rotary: the larger, the slower the slowest turns."""
+    rotary_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """rotary: which part of a head's features turns (GPT-NeoX-20B: 0.25)."""
+    rotary_scaling: RotaryScaling | None = None
+    """rotary: ``{kind: yarn, factor: 4, original: 4096}`` or another kind, for longer sequences than trained on
+    before; null: none."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before attention, MLP and head."""
+    norm_eps: Positive = 1.0e-5
+    """Added to the variance (mean square) in every norm."""
     embedding_norm: Flag = True
     """A norm right after the embedding (BLOOM, arXiv 2211.05100, section 3.1.2): steadier early training."""
     qk_norm: Flag = False
     """A norm of each head's queries and keys (arXiv 2302.05442, section 2): attention scores stay bounded."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    parallel_residual: Flag = False
+    """Whether attention and MLP of a block read the same and are added at once (GPT-NeoX)."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
     """Of the MLP; ``gelu_tanh`` is the approximation that GPT-2 and BLOOM were trained with."""
+    bias: Flag | None = None
+    """Whether linear layers have a bias; null: with layernorm yes, with rmsnorm no. Head and experts never have one."""
+    attention_bias: Flag | None = None
+    """Whether those of attention have one; null: as ``bias``."""
+    mlp_bias: Flag | None = None
+    """Whether those of the MLP have one; null: as ``bias``."""
     tie_embeddings: Flag = True
     """Whether the output head uses the embedding's weight."""
     dropout: Fraction = 0.0

@@ -154,6 +154,6 @@ def _validated(raw: dict[str, Any]) -> Config:
         if config.model.preset is None:
             return config
         given = {key: value for key, value in raw.items() if key != "model"}
-        return Config.model_validate(given | {"model": preset_keys(config.model.preset) | raw["model"]})
+        return Config.model_validate(given | {"model": preset_keys(config.model) | raw["model"]})
     except ValidationError as error:
         raise ConfigError(list(explain(error, raw))) from None

@@ -33,6 +33,7 @@ def _when(condition: Callable[[Config], bool], reason: str) -> Callable[[Config]
 
 
 _DENSE = _when(lambda config: config.model.experts == 0, "`model.experts` is 0: there are no experts")
+_NOT_ROTARY = _when(lambda config: config.model.position != "rotary", "`model.position` is not rotary")
 _ONE_STAGE = _when(
     lambda config: config.parallel.pipeline == 1, "`parallel.pipeline` is 1: there is one stage"
 )
@@ -90,6 +91,9 @@ def _plain_to_the_end(config: Config) -> str | None:
 _IDLE: tuple[_Idle, ...] = (
     _Idle(("run", "eval_every"), _NO_VALIDATION),
     _Idle(("run", "stop_after"), _stop_too_late),
+    _Idle(("model", "rotary_base"), _NOT_ROTARY),
+    _Idle(("model", "rotary_fraction"), _NOT_ROTARY),
+    _Idle(("model", "rotary_scaling"), _NOT_ROTARY),
     _Idle(("model", "experts_per_token"), _DENSE),
     _Idle(("model", "expert_capacity"), _DENSE),
     _Idle(("model", "balance_loss"), _DENSE),

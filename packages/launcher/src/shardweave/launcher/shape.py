@@ -7,13 +7,14 @@ they become numbers, in one place, so that the dry run, the trainer, `generate` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from shardweave.launcher.config import Config, Model
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
 from shardweave.launcher.tokenizer import tokenizer
-from shardweave.models import TransformerConfig, preset
+from shardweave.models import TransformerConfig, check_preset_sizes, preset
+from shardweave.tensor_parallel import RotaryScaling
 
 __all__ = ["preset_keys", "resolved", "transformer_config"]
 
@@ -28,18 +29,26 @@ _SHARED = tuple(
 _DENSE: Mapping[str, Any] = {"expert_capacity": None, "router_z_loss": 0.0, "router_bias": False}
 """What does nothing without experts, which a warning says, and the transformer refuses."""
 
+_STILL: Mapping[str, Any] = {"rotary_fraction": 1.0, "rotary_scaling": None}
+"""The same without rotary positions."""
 
-def preset_keys(name: str) -> dict[str, Any]:
-    """The keys of the `model` block that a preset sets.
+
+def preset_keys(model: Model) -> dict[str, Any]:
+    """The keys of the `model` block that its preset sets, as in a file.
 
     Raises:
-        ConfigError: for a name that is not a preset.
+        ConfigError: for a name that is not a preset, or a width that is given without what belongs to it.
     """
+    given = {key: getattr(model, key) for key in _SHARED if key in model.model_fields_set}
+    assert model.preset is not None
     try:
-        shape = preset(name)
+        check_preset_sizes(model.preset, given)
     except ValueError as error:
-        raise ConfigError([Problem(("model", "preset"), f"model.{error}")]) from None
-    return {key: getattr(shape, key) for key in _SHARED} | {"z_loss": shape.router_z_loss}
+        raise ConfigError([_problem(str(error))]) from None
+    shape = preset(model.preset)
+    scaling = None if shape.rotary_scaling is None else asdict(shape.rotary_scaling)
+    keys = {key: getattr(shape, key) for key in _SHARED}
+    return keys | {"z_loss": shape.router_z_loss, "rotary_scaling": scaling}
 
 
 def transformer_config(config: Config) -> TransformerConfig:
@@ -56,16 +65,24 @@ def transformer_config(config: Config) -> TransformerConfig:
     }
     if not block.experts:
         values |= _DENSE
-    if block.preset is None and block.hidden % block.heads:
+    if block.position != "rotary":
+        values |= _STILL
+    if block.preset is None and block.head_dim is None and block.hidden % block.heads:
         fitting = alternatives(divisors(block.hidden, near=block.heads))
         text = f"`model.heads: {block.heads}` does not divide `model.hidden: {block.hidden}`; use {fitting}"
         raise ConfigError([Problem(("model", "heads"), text)])
     try:
+        if values["rotary_scaling"] is not None:
+            values["rotary_scaling"] = RotaryScaling(**values["rotary_scaling"].model_dump())
         return preset(block.preset, **values) if block.preset else TransformerConfig(**values)
     except ValueError as error:
-        # The transformer's own rules: their texts start with the name of a field, which is the key here.
-        text = str(error).replace("change heads or set head_dim", "change model.heads or model.hidden")
-        raise ConfigError([Problem(("model", text.split(":", 1)[0]), f"model.{text}")]) from None
+        text = str(error).replace("change heads or set head_dim", "change model.heads or set model.head_dim")
+        raise ConfigError([_problem(text)]) from None
+
+
+def _problem(text: str) -> Problem:
+    """Of a rule of the transformer's own, whose text starts with the name of a field, which is the key here."""
+    return Problem(("model", *text.split(":", 1)[0].split(".")), f"model.{text}")
 
 
 def resolved(config: Config, *, data: int | None = None) -> Config:

@@ -2,7 +2,7 @@
 
 ======================  =====================================================================================
 config                  :class:`TransformerConfig`: every number of a model, checked when it is made
-presets                 :func:`preset`: published configurations; :data:`PRESETS` lists them
+presets                 :func:`preset`: published configurations; :data:`PRESETS` lists them; :func:`check_preset_sizes`
 transformer             :class:`Transformer`: whole, split over a tensor axis, or one part of a pipeline
 parts                   :class:`Part`, :func:`layer_costs`, :func:`parts_from_ranges`: what a stage holds
 initialize              :func:`initial_rule`: initial values from (seed, canonical name) alone
@@ -26,7 +26,7 @@ from .generate import generate
 from .initialize import Constant, Normal, initial_rule
 from .memory import MemoryUse, RankLayout, memory
 from .parts import Part, layer_costs, parts_from_ranges
-from .presets import PRESETS, preset
+from .presets import PRESETS, check_preset_sizes, preset
 from .routers import MicroBatchRouters, RouterStatistics, StepRouters
 from .shapes import ParameterShape, count_parameters, local_shape, parameter_shapes
 from .transformer import Transformer
@@ -47,6 +47,7 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "__version__",
+    "check_preset_sizes",
     "count_parameters",
     "flops",
     "forward_flops",

@@ -15,7 +15,7 @@ from shardweave.tensor_parallel import RotaryScaling
 
 from .config import TransformerConfig
 
-__all__ = ["PRESETS", "preset"]
+__all__ = ["PRESETS", "check_preset_sizes", "preset"]
 
 
 def _gpt2(
@@ -212,17 +212,21 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
             configuration's rules refuse, or another width without the sizes that the published one goes with: a
             model of ``hidden`` 512 with the MLP of 4096 is nobody's wish.
     """
+    check_preset_sizes(name, overrides)
+    return replace(PRESETS[name], **overrides)
+
+
+def check_preset_sizes(name: str, overrides: Mapping[str, Any]) -> None:
+    """Refuses what :func:`preset` refuses of the name and of sizes that belong together; of other rules nothing.
+
+    Raises:
+        ValueError: for a name that is not there, or another width without what the published one goes with.
+    """
     config = PRESETS.get(name)
     if config is None:
         nearest = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(f"preset: {name!r} is not known; {hint}there are {', '.join(PRESETS)}")
-    _check_carried(name, config, overrides)
-    return replace(config, **overrides)
-
-
-def _check_carried(name: str, config: TransformerConfig, overrides: Mapping[str, Any]) -> None:
-    """Refuses a size of the published shape that would stay while what it belongs to changes."""
     for changed, size, rule in (
         ("hidden", "ffn", "the family's rule"),
         ("hidden", "head_dim", "hidden / heads"),
@@ -233,5 +237,5 @@ def _check_carried(name: str, config: TransformerConfig, overrides: Mapping[str,
         if after != before and carried is not None and size not in overrides:
             raise ValueError(
                 f"{changed}: {after} in place of {name}'s {before}, and its {size} of {carried} belongs to that; "
-                f"give {size}, too, or {size}=None for {rule}"
+                f"give {size}, too, or none (None, null) for {rule}"
             )

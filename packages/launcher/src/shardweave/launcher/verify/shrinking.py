@@ -6,7 +6,8 @@ same remainder, the same order (fewer, as many, more), the same family. What is 
 layout itself, norms, positions, dropout, ties, optimizer, schedule, ZeRO.
 
     layers     same remainder over the stages           heads      multiple of the ranks; kv_heads shared likewise
-    vocab      same remainder over the ranks            hidden     heads of width 8 (9 where the width is odd)
+    vocab      same remainder over the ranks            hidden     heads of width 8 (9 where the width is odd, more
+                                                                   where rotary turns a part that is no pair of these)
     ffn        divides over the ranks, or does not      sequence   same remainder over the ranks, odd stays odd
     experts    one or more on each of the ranks of ep, of which a token visits one, some or all
     batch      one micro-batch, as many as stages or more than stages, as before; where a schedule deals with groups of
@@ -103,9 +104,13 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
     yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(stages)}")
     exchanged = layout.context if config.parallel.context_form == "all-to-all" else 1
     heads, kv_heads = _heads(shape, ranks, exchanged)
-    width = min(shape.head_size, _HEAD_WIDTH + shape.head_size % 2)
+    width = _width(shape)
     hidden = heads * width
+    if shape.query_size != shape.hidden:  # as wide, wider or less wide than all heads, as before
+        hidden = min(shape.hidden, hidden + (width if shape.query_size < shape.hidden else -(width // 2)))
     yield _change(config, "hidden", shape.hidden, hidden, f"{heads} heads of width {width}")
+    if config.model.head_dim is not None:
+        yield _change(config, "head_dim", shape.head_size, width, "less, and as odd or even")
     yield _change(config, "heads", shape.heads, heads, f"shared by {_ranks(ranks)} in the same way")
     if config.model.kv_heads is not None:
         reason = f"to query heads and {_ranks(ranks)} as before"
@@ -176,6 +181,17 @@ def _sharing(heads: int, kv_heads: int, ranks: int, exchanged: int) -> tuple[obj
     )
 
 
+def _width(shape: TransformerConfig) -> int:
+    """Of a head: small, as odd or even as before, and so that the part of it that rotary turns is pairs."""
+    for width in range(_HEAD_WIDTH + shape.head_size % 2, shape.head_size, 2):
+        turned = int(width * shape.rotary_fraction)
+        if turned >= 2 and turned % 2 == 0:
+            return width
+        if shape.position != "rotary":
+            return width
+    return shape.head_size
+
+
 def _experts(shape: TransformerConfig, ranks: int) -> tuple[int, int]:
     """The smallest numbers of experts, four or more if there are, and of those that a token visits."""
     own, total = shape.experts // ranks, shape.experts
@@ -204,7 +220,7 @@ def _ffn(config: Config, shape: TransformerConfig, hidden: int, ranks: int) -> C
 
 def _ffn_by_rule(config: Config, hidden: int) -> int:
     model = config.model.model_copy(
-        update={"hidden": hidden, "heads": 1, "kv_heads": None, "position": "alibi"}
+        update={"hidden": hidden, "heads": 1, "kv_heads": None, "head_dim": None, "position": "alibi"}
     )
     return transformer_config(config.model_copy(update={"model": model})).ffn_size
 
