@@ -214,7 +214,10 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
             "model.heads=3",
             "`model.heads: 3` does not divide `model.hidden: 128`; use 1, 2, 4, 8, 16, 32, 64 or 128",
         ),
-        ("model.rotary_scaling={kind: yarn}", "model.rotary_scaling.factor"),
+        (
+            "model.rotary_scaling={kind: yarn}",
+            "{kind: yarn} is not allowed; it must be a block with the key `factor`",
+        ),
         ("model.rotary_scaling={kind: ntk, factor: 2}", "model.rotary_scaling.kind: ntk is not allowed"),
         ("model.rotary_fraction=0", "model.rotary_fraction: 0 is not allowed; it must be more than 0"),
         ("model.mlp_bias=3", "model.mlp_bias: 3 is not allowed"),
