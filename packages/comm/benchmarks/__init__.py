@@ -6,6 +6,7 @@ wire_bytes     bytes that compressed reductions put on the link, by the kernel's
 overlap        how much of the gradients' reduction is hidden behind the backward pass
 codec_cost     what compressing takes, and below which rate of the link it pays
 training       steps per second and validation loss of compressed data-parallel training on a slow link
+memory         collectives through memory that ranks of one host share, against the same by messages
 ledger_cost    what counting every byte takes
 =============  ==================================================================================================
 

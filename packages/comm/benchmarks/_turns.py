@@ -35,7 +35,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _LARGEST = 2**31 - 1, 2**25
 """Bytes on top of the heap that are kept, and up to which memory comes from the heap: what glibc allows at most."""
 
-__all__ = ["Found", "Turns", "combined", "in_turns", "network"]
+__all__ = ["Found", "Turns", "combined", "in_turns", "keep_freed_memory", "network"]
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,7 @@ def in_turns(
 
     ``counts``: whether the ranks run in a :func:`network` of their own.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # See [Note: Freed memory is kept]
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+    keep_freed_memory()
     for way in ways.values():
         for _ in range(turns.warm_up):
             way()
@@ -125,6 +122,14 @@ def in_turns(
         )
         for name, way in ways.items()
     }
+
+
+def keep_freed_memory() -> None:
+    """In this process. See [Note: Freed memory is kept]."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
 
 
 def combined(by_rank: Sequence[Mapping[str, Found]]) -> dict[str, Found]:

@@ -143,7 +143,9 @@ def test_two_nodes() -> None:
 @pytest.mark.ranks(2)
 def test_buckets_are_launched_by_the_backward_pass() -> None:
     """In backward order; a parameter that this rank does not use holds back its bucket, not the ones before it."""
-    mesh = world(2)
+    mesh = Mesh(
+        dp=2, options=CommOptions(shared_memory=False)
+    )  # messages are under way until they are waited for
     module = net()
     buckets = GradientBuckets(module.parameters(), mesh.data, bucket_mb=1e-6)
     mesh.ledger.reset()

@@ -71,8 +71,8 @@ def test_how_gradients_are_sent(overrides: tuple[str, ...], compression: Compres
 
 
 def test_how_axes_communicate() -> None:
-    comm = _config("comm.hierarchy=two-level", "comm.debug=true").comm
-    assert comm_options(comm) == CommOptions(hierarchy="two-level", debug=True)
+    comm = _config("comm.hierarchy=two-level", "comm.shared_memory=false", "comm.debug=true").comm
+    assert comm_options(comm) == CommOptions(hierarchy="two-level", shared_memory=False, debug=True)
 
 
 def test_stage_0_shards_nothing_that_could_be_copied() -> None:

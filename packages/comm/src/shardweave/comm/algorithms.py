@@ -19,8 +19,9 @@ and a small all-reduce of 8 ranks on 2 cores takes 22 ms where gathering everyth
       uneven parts   backend            sends                             sends
     broadcast        backend            backend                           sends
 
-How all-reduces choose, and do it, is in ``all_reduces.py``; how numbers are added up in ``combining.py``. An axis
-over several nodes has a further choice, see ``two_level.py``.
+On ranks of one host, on the CPU, the first three go through memory (``near/``) but for what is large and waited for
+later. How other all-reduces choose, and do it, is in ``all_reduces.py``; how numbers are added up in ``combining.py``.
+An axis over several nodes has a further choice, see ``two_level.py``.
 
 Buffers come in contiguous, with the dimension that is cut in front; outputs are written in place.
 """
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from .axis import Axis
 from .combining import combine, combine_two
+from .near import collectives as near
 from .p2p import post
 from .steps import BROADCAST, GATHER, SCATTER, Steps, checked, is_native, others, tag_of
 from .wires import NOTHING, Sent, along_tree, to_each, to_neighbour, to_peer
@@ -59,6 +61,8 @@ def all_gather(mine: Tensor, gathered: Tensor, lengths: Sequence[int], axis: Axi
     if is_native(mine) and even and not axis.virtual and axis.size > 1:
         work = dist.all_gather_single(gathered, mine, axis.group, async_op=True)
         return Steps([checked(work, axis)], to_neighbour(axis, (axis.size - 1) * size))
+    if (steps := near.all_gather(mine, parts, axis)) is not None:
+        return steps
     return all_gather_parts(mine, parts, axis)
 
 
@@ -92,6 +96,8 @@ def reduce_scatter(
     even = len(set(lengths)) == 1
     if is_native(whole) and even and not axis.virtual and result.dtype == whole.dtype:
         return _native_reduce_scatter(whole, result, axis, op), result
+    if (steps := near.reduce_scatter(whole, parts, result, axis, op)) is not None:
+        return steps, result
     sent = NOTHING
     for peer in others(axis):
         sent += to_peer(axis, peer, parts[peer].numel() * whole.element_size())

@@ -17,6 +17,7 @@ from torch import Tensor
 from .algorithms import all_gather, reduce_scatter
 from .axis import Axis
 from .combining import combine, combine_two
+from .near import collectives as near
 from .p2p import post
 from .partition import split_sizes
 from .steps import DOUBLE, GATHER, Steps, checked, is_narrow, is_native, tag_of
@@ -52,6 +53,8 @@ def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps:
     if axis.size == 1:
         return Steps([], NOTHING)
     size = buffer.numel() * buffer.element_size()
+    if (steps := near.all_reduce(buffer, axis, op, blocking=blocking)) is not None:
+        return steps
     if axis.virtual or not is_native(buffer):
         if axis.size == 2 and (axis.virtual or is_narrow(buffer) or size <= _SWAPPED):
             return _swap(buffer, axis, op)
@@ -83,7 +86,12 @@ def _gather_and_combine(buffer: Tensor, axis: Axis, op: str) -> Steps:
     everything = buffer.new_empty((axis.size, *buffer.shape))
     mine = buffer.clone()  # ``buffer`` is written while slow peers may still be reading
     gather = all_gather(mine.unsqueeze(0), everything, [1] * axis.size, axis)
-    return Steps(gather.works, gather.sent, lambda: combine(everything, buffer, op))
+
+    def finish() -> None:
+        gather.finish()
+        combine(everything, buffer, op)
+
+    return Steps(gather.works, gather.sent, finish)
 
 
 def _swap(buffer: Tensor, axis: Axis, op: str) -> Steps:

@@ -27,6 +27,7 @@ from .ledger import Ledger
 if TYPE_CHECKING:
     from .background import Background
     from .guards import Guard
+    from .near import Circle, Neighbours
 
 __all__ = ["Axis"]
 
@@ -59,6 +60,8 @@ class Axis:
     """What runs beside the computation, and in two levels, where the mesh prepared it."""
     guard: Guard | None = None
     """What tells hangs and disagreements in words; the axes of a mesh share one."""
+    neighbours: Neighbours | None = None
+    """The ranks that this one shares memory with; the axes of a mesh share them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.ranks):
@@ -112,6 +115,13 @@ class Axis:
         return bool(self.nodes) and self.nodes[position] != self.nodes[self.rank]
 
     @cached_property
+    def circle(self) -> Circle | None:
+        """What its ranks do through memory; ``None`` where they do not share any."""
+        if self.neighbours is None or self.group is None:
+            return None
+        return self.neighbours.circle(self.ranks, f"{self.group.group_name} {self.channel}")
+
+    @cached_property
     def members(self) -> str:
         """``ranks`` as text, as a key that is hashed once."""
         return ",".join(map(str, self.ranks))
@@ -143,6 +153,7 @@ class Axis:
             nodes=tuple(self.nodes[position] for position in positions) if self.nodes else (),
             virtual=True,
             guard=self.guard,
+            neighbours=self.neighbours,
         )
 
     def beside(self, positions: Sequence[int], group: dist.ProcessGroup | None, ledger: Ledger) -> Axis:

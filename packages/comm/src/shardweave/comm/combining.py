@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["combine", "combine_two"]
+__all__ = ["combine", "combine_parts", "combine_two"]
 
 _PIECE = 1 << 16
 """Elements that are converted at once to be added up."""
@@ -46,6 +46,24 @@ def combine_two(mine: Tensor, theirs: Tensor, out: Tensor, op: str) -> None:
     _INTO[op](mine, theirs, out=out)
     if op == "mean":
         out.div_(2)
+
+
+def combine_parts(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """``parts[0] op parts[1] op ...`` into ``out``, which is none of them; as :func:`combine`, of parts that lie apart.
+
+    In pieces that fit into a cache, so that ``out`` goes through memory once.
+    """
+    if op in ("sum", "mean") and _converted(parts[0].dtype, out.dtype):
+        _add_converted(parts, out, op)
+        return
+    for first, second, *others, result in zip(
+        *(t.view(-1).split(_PIECE) for t in (*parts, out)), strict=True
+    ):
+        _INTO[op](first, second, out=result)
+        for other in others:
+            _INTO[op](result, other, out=result)
+        if op == "mean":
+            result.div_(len(parts))
 
 
 def _converted(given: torch.dtype, result: torch.dtype) -> bool:

@@ -38,6 +38,7 @@ from .grid import AXES, DERIVED, Grid
 from .groups import Groups
 from .guards import Guard, watch_limit
 from .ledger import Ledger
+from .near import Neighbours
 from .options import CommOptions
 from .preparing import Backgrounds
 from .topology import Topology
@@ -102,6 +103,7 @@ class Mesh:
         self.shape = grid.shape
         self._laid_out = grid.laid_out
         self._options = options
+        self._neighbours: Neighbours | None = None
         self._guard = Guard(watch_limit(options.watch, timeout)) if world > 1 else None
         with self._guard.building() if self._guard is not None else nullcontext():
             self._build(grid, world, rank, timeout, topology)
@@ -116,7 +118,10 @@ class Mesh:
             raise ValueError(
                 f"the topology is of {self.topology.world_size} ranks, but the world has {world}; describe this one"
             )
-        self._groups = Groups(local_device(), timeout)
+        device = local_device()
+        self._groups = Groups(device, timeout)
+        if world > 1 and device.type == "cpu" and self._options.shared_memory:
+            self._neighbours = Neighbours.found(self.topology.nodes, rank, timeout)
         self._order = self.topology.order()
         self._backgrounds = Backgrounds(self._groups, self.topology, self._options, grid.replicas)
         position = self._order.index(rank)
@@ -166,7 +171,7 @@ class Mesh:
         mesh.topology = Topology.single(1)
         mesh._groups = Groups(torch.device("cpu"), 1.0)
         mesh._backgrounds = Backgrounds(mesh._groups, mesh.topology, CommOptions(), 1)
-        mesh._guard = None
+        mesh._guard = mesh._neighbours = None
         for name in (*AXES, *DERIVED):
             setattr(mesh, name, Axis(name, (0,), 0, ledger=mesh.ledger, factors=mesh._factors(name)))
         return mesh
@@ -182,6 +187,8 @@ class Mesh:
         """Ends the streams and the watchdog, and destroys the process groups. The axes must not be used afterwards."""
         self._backgrounds.close()
         self._groups.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
         if self._guard is not None:
             self._guard.close()
 
@@ -198,6 +205,7 @@ class Mesh:
             factors=self._factors(name),
             nodes=tuple(self.topology.nodes[member] for member in ranks),
             guard=self._guard,
+            neighbours=self._neighbours,
         )
         return self._backgrounds.prepare(axis, grid.wide(name), fibres)
 

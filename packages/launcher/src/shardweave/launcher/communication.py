@@ -39,6 +39,7 @@ def comm_options(settings: Comm) -> CommOptions:
     return CommOptions(
         hierarchy=settings.hierarchy,
         background=settings.compression != "none",  # it takes several rounds, beside the backward pass
+        shared_memory=settings.shared_memory,
         debug=settings.debug,
     )
 

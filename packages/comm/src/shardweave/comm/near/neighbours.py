@@ -1,0 +1,332 @@
+"""Notices between the ranks of a host: what lies where in my memory, and what of yours I have read.
+
+One notice to each neighbour is all that a call takes. That it has read what lay in another's memory a rank says with
+its next notice, so places in a region are used in turns, two of them where every call is waited for at once.
+
+[Note: A neighbour that is gone]
+    The kernel closes a dead process' connections, so who waits for it learns that at once. What it had said before
+    is still there to be read.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from torch import Tensor
+
+from .meeting import Contact, meet
+from .region import Region, Window
+
+__all__ = ["Circle", "Neighbours", "Round"]
+
+_HEADER = struct.Struct("<8sQQQ")
+"""Circle, number of the call, offset, bytes; behind it the offsets of what was read, 8 bytes each."""
+
+_MOST_READ = 1000
+"""Offsets in one notice."""
+
+_LONGEST = _HEADER.size + 8 * _MOST_READ
+
+
+class Neighbours:
+    """The other ranks of this one's host, for one mesh. ``timeout``: seconds that a wait may last."""
+
+    def __init__(self, rank: int, region: Region, contacts: Mapping[int, Contact], timeout: float) -> None:
+        self._rank, self._region, self._timeout = rank, region, timeout
+        self._connections = {peer: connection for peer, (connection, _) in contacts.items()}
+        self._windows = {peer: window for peer, (_, window) in contacts.items()}
+        self._numbers: dict[bytes, int] = {}
+        self._arrived: dict[tuple[int, bytes, int], tuple[int, int]] = {}
+        """Offset and bytes, by peer, circle and number."""
+        self._read: dict[int, list[int]] = {peer: [] for peer in contacts}
+        """Offsets in a peer's region that it is yet to be told of."""
+        self._gone: set[int] = set()
+        self._news = threading.Condition()
+        self._someone_polls = False
+        windows = [region, *self._windows.values()]
+        self._close = weakref.finalize(self, _close, list(self._connections.values()), windows)
+        # A process that a rank forks would keep the connections open when the rank dies.
+        os.register_at_fork(after_in_child=self._close)
+
+    @classmethod
+    def found(cls, nodes: Sequence[int], rank: int, timeout: float) -> Neighbours | None:
+        """Those of global rank ``rank``, ``None``: it has none. Collective over the default process group."""
+        region = Region.opened()
+        contacts = meet(nodes, region)
+        if region is not None and contacts:
+            return cls(rank, region, contacts, timeout)
+        if region is not None:
+            region.close()
+        return None
+
+    def circle(self, ranks: Sequence[int], use: str) -> Circle | None:
+        """The ranks of an axis in its order, ``None`` where one of them is no neighbour.
+
+        ``use``: keeps circles of the same ranks apart whose calls have no common order.
+        """
+        if not set(ranks) <= {self._rank, *self._connections}:
+            return None
+        key = blake2b(f"{use} {tuple(ranks)}".encode(), digest_size=8).digest()
+        return Circle(self, key, tuple(ranks), list(ranks).index(self._rank))
+
+    def close(self) -> None:
+        """Ends the connections. May be called twice."""
+        self._close()
+
+    # --- for circles
+
+    def next_number(self, key: bytes) -> int:
+        """Of a circle's next notice."""
+        with self._news:
+            self._numbers[key] = number = self._numbers.get(key, 0) + 1
+        return number
+
+    def place(self, nbytes: int, readers: Sequence[int]) -> int:
+        """A place in this rank's region until all ``readers`` have said that they have read it."""
+        with self._news:
+            offset = self._region.take(nbytes, readers, grow=False)
+            if offset is None:
+                self._read_all()
+                offset = self._region.take(nbytes, readers, grow=True)
+        assert offset is not None
+        return offset
+
+    def tensor(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        """What lies in a rank's region, as it is; the rank may be this one."""
+        window = self._region if rank == self._rank else self._windows[rank]
+        return window.tensor(offset, like)
+
+    def tell(self, peers: Iterable[int], key: bytes, number: int, offset: int, nbytes: int) -> None:
+        """A notice to each of the ``peers``."""
+        with self._news:
+            for peer in peers:
+                read = self._read[peer]
+                said, self._read[peer] = read[:_MOST_READ], read[_MOST_READ:]
+                self._send(
+                    peer, _HEADER.pack(key, number, offset, nbytes) + struct.pack(f"<{len(said)}Q", *said)
+                )
+
+    def was_read(self, peer: int, offset: int) -> None:
+        """What lay there is not needed any more; the peer is told with the next notice."""
+        with self._news:
+            self._read[peer].append(offset)
+
+    def heard(self, peer: int, key: bytes, number: int) -> bool:
+        """Whether that notice is here."""
+        with self._news:
+            if (peer, key, number) not in self._arrived:
+                self._read_all()
+            return (peer, key, number) in self._arrived
+
+    def hear(self, peer: int, key: bytes, number: int) -> tuple[int, int]:
+        """Waits for that notice; its offset and bytes.
+
+        Raises:
+            RuntimeError: the peer is gone, or did not come in time.
+        """
+        wanted, end = (peer, key, number), time.monotonic() + self._timeout
+        with self._news:
+            while wanted not in self._arrived:
+                if self._receive(peer):
+                    continue
+                if peer in self._gone:
+                    raise RuntimeError(
+                        f"Connection closed by peer: rank {peer}, on the host of rank {self._rank}, has ended"
+                    )
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise RuntimeError(
+                        f"Timed out waiting {self._timeout:g} s for rank {peer}, on the host of rank {self._rank}"
+                    )
+                self._wait(left)
+            return self._arrived.pop(wanted)
+
+    # --- with the lock held
+
+    def _wait(self, seconds: float) -> None:
+        """Until there is something to be read, or another thread has read something. One thread polls for all."""
+        if self._someone_polls:
+            self._news.wait(seconds)
+            return
+        poll = select.poll()
+        for peer, connection in self._connections.items():
+            if peer not in self._gone:
+                poll.register(connection, select.POLLIN)
+        self._someone_polls = True
+        self._news.release()
+        try:
+            poll.poll(1e3 * seconds)
+        finally:
+            self._news.acquire()
+            self._someone_polls = False
+            self._news.notify_all()
+        self._read_all()
+
+    def _read_all(self) -> None:
+        for peer in self._connections:
+            while self._receive(peer):
+                pass
+
+    def _receive(self, peer: int) -> bool:
+        """Reads one notice if there is one."""
+        if peer in self._gone:
+            return False
+        try:
+            said = self._connections[peer].recv(_LONGEST)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True  # it ended without reading all; what it said itself comes after this
+        except OSError:
+            said = b""
+        if not said:
+            self._gone.add(peer)
+            return False
+        key, number, offset, nbytes = _HEADER.unpack_from(said)
+        self._arrived[peer, key, number] = offset, nbytes
+        for (read,) in struct.iter_unpack("<Q", said[_HEADER.size :]):
+            self._region.let_go(read, peer)
+        return True
+
+    def _send(self, peer: int, notice: bytes) -> None:
+        """To a peer that is gone nothing is sent: who waits for it is told."""
+        end = time.monotonic() + self._timeout
+        while peer not in self._gone:
+            try:
+                self._connections[peer].send(notice)
+                return
+            except BlockingIOError:  # it has hundreds of notices to read
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"Timed out waiting {self._timeout:g} s for rank {peer} to read what it was sent"
+                    ) from None
+                self._read_all()
+                writable = select.poll()
+                writable.register(self._connections[peer], select.POLLOUT)
+                writable.poll(
+                    50
+                )  # ms; and then looks again, as the peer may wait in the same way for this rank
+            except OSError:
+                return
+
+
+@dataclass(frozen=True)
+class Place:
+    """Room in this rank's region that the others of a circle will read."""
+
+    offset: int
+    tensor: Tensor
+
+
+class Circle:
+    """The ranks of one axis, all on this host, as one of them sees them."""
+
+    def __init__(self, neighbours: Neighbours, key: bytes, ranks: tuple[int, ...], rank: int) -> None:
+        self._neighbours, self._key, self._ranks, self._rank = neighbours, key, ranks, rank
+        self._positions = [position for position in range(len(ranks)) if position != rank]
+        """Of the others."""
+        self._others = [ranks[position] for position in self._positions]
+
+    def give(self, tensor: Tensor) -> Round:
+        """Copies a contiguous ``tensor``, not empty, to where the others can read it, and says so.
+
+        All members call it in one order, with tensors of one dtype and shape.
+        """
+        place = self.place(tensor)
+        place.tensor.copy_(tensor)
+        return self.tell(place)
+
+    def place(self, like: Tensor) -> Place:
+        """Room for what is like a contiguous tensor, not empty; to be filled, and then to be told of."""
+        offset = self._neighbours.place(like.nbytes, self._others)
+        return Place(offset, self._neighbours.tensor(self._ranks[self._rank], offset, like))
+
+    def tell(self, place: Place, likes: Sequence[Tensor] | None = None) -> Round:
+        """Says that a place is filled. ``likes``: what each member's is like, where they differ.
+
+        All members call it in one order.
+        """
+        number = self._neighbours.next_number(self._key)
+        self._neighbours.tell(self._others, self._key, number, place.offset, place.tensor.nbytes)
+        return Round(self, number, place, likes or [place.tensor] * len(self._ranks))
+
+    def _tensor(self, position: int, offset: int, like: Tensor) -> Tensor:
+        return self._neighbours.tensor(self._ranks[position], offset, like)
+
+    def _heard(self, position: int, number: int) -> bool:
+        return self._neighbours.heard(self._ranks[position], self._key, number)
+
+    def _hear(self, position: int, number: int) -> tuple[int, int]:
+        return self._neighbours.hear(self._ranks[position], self._key, number)
+
+    def _was_read(self, offsets: Mapping[int, int]) -> None:
+        for position, offset in offsets.items():
+            self._neighbours.was_read(self._ranks[position], offset)
+
+
+class Round:
+    """What the members of a circle have given: work to wait for."""
+
+    def __init__(self, circle: Circle, number: int, place: Place, likes: Sequence[Tensor]) -> None:
+        self._circle, self._number, self._place = circle, number, place
+        self._likes = likes
+        self._offsets: dict[int, int] = {}
+        """By position, of the others."""
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return all(
+            position in self._offsets or self._circle._heard(position, self._number)
+            for position in self._circle._positions
+        )
+
+    def wait(self) -> bool:
+        """Returns when all have given theirs.
+
+        Raises:
+            RuntimeError: one of them is gone, did not come in time, or gave something of another size.
+        """
+        for position in self._circle._positions:
+            if position not in self._offsets:
+                offset, nbytes = self._circle._hear(position, self._number)
+                if nbytes != (wanted := self._likes[position].nbytes):
+                    raise RuntimeError(
+                        f"rank {self._circle._ranks[position]} gave {nbytes} bytes to a collective in which it should "
+                        f"give {wanted} as this rank calls it: the ranks do not make the same calls; "
+                        "CommOptions(debug=True) tells which they make"
+                    )
+                self._offsets[position] = offset
+        return True
+
+    def parts(self) -> list[Tensor]:
+        """What all gave, in axis order, where it lies: this rank may write to its own until :meth:`end`."""
+        return [
+            self._circle._tensor(position, self._offsets[position], like)
+            if position in self._offsets
+            else self._place.tensor
+            for position, like in enumerate(self._likes)
+        ]
+
+    def again(self) -> Round:
+        """A second round with the same places: this rank has written to its own, and says so. Its end ends both."""
+        return self._circle.tell(self._place, self._likes)
+
+    def end(self) -> None:
+        """Nothing of it is read any more."""
+        self._circle._was_read(self._offsets)
+
+
+def _close(connections: Sequence[socket.socket], windows: Sequence[Window]) -> None:
+    for connection in connections:
+        connection.close()
+    for window in windows:
+        window.close()

@@ -1,0 +1,92 @@
+"""The memory of a rank that its neighbours read, and their view of it.
+
+It has no name: a descriptor of it is handed to the neighbours, and when the last process that holds one is gone the
+kernel takes the memory back, however that process ended. Pages cost memory once they were written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Region", "Window"]
+
+_FIRST = 1 << 26
+"""Bytes of address space to begin with."""
+
+_ALIGNED = 4096
+"""What lies in a region begins at a multiple of it."""
+
+
+class Window:
+    """Memory behind a descriptor, which it owns. It may grow; what is new is mapped when it is asked for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._mapped: mmap.mmap | None = None
+
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """What lies at ``offset``, of the dtype and shape of ``like``, which is not empty. No copy."""
+        if self._mapped is None or offset + like.nbytes > len(self._mapped):
+            self._mapped = mmap.mmap(self._descriptor, 0)  # the old one goes with the last tensor on it
+        flat = torch.frombuffer(self._mapped, dtype=like.dtype, count=like.numel(), offset=offset)
+        return flat.view(like.shape)
+
+    def close(self) -> None:
+        """Lets go of it; tensors on it stay good. May be called twice."""
+        descriptor, self._descriptor, self._mapped = self._descriptor, -1, None
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class Region(Window):
+    """This rank's own: places in it are taken, each until its readers have let go of it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("shardweave", os.MFD_CLOEXEC)
+        self._size = _FIRST
+        os.ftruncate(self.descriptor, self._size)
+        self._taken: dict[int, tuple[int, set[int]]] = {}
+        """By offset: where it ends, and who is yet to read it."""
+        super().__init__(self.descriptor)
+
+    @classmethod
+    def opened(cls) -> Region | None:
+        """A new one; ``None`` where the system has or allows none."""
+        try:
+            return cls()
+        except (AttributeError, OSError):
+            return None
+
+    def take(self, nbytes: int, readers: Iterable[int], *, grow: bool) -> int | None:
+        """The offset of the first free place for ``nbytes``, which is taken; ``None``: only by growing."""
+        offset = 0
+        for start in sorted(self._taken):
+            if offset + nbytes <= start:
+                break
+            end, _ = self._taken[start]
+            offset = -(-end // _ALIGNED) * _ALIGNED
+        if offset + nbytes > self._size:
+            if not grow:
+                return None
+            while offset + nbytes > self._size:
+                self._size *= 2
+            os.ftruncate(self.descriptor, self._size)
+        self._taken[offset] = (offset + nbytes, set(readers))
+        return offset
+
+    def let_go(self, offset: int, reader: int) -> None:
+        """``reader`` has read what lies at ``offset``."""
+        _, readers = self._taken[offset]
+        readers.discard(reader)
+        if not readers:
+            del self._taken[offset]
+
+    @property
+    def taken(self) -> int:
+        """Bytes that somebody is yet to read."""
+        return sum(end - offset for offset, (end, _) in self._taken.items())
