@@ -2,8 +2,9 @@
 
 Hidden 512, sequence 256, batch 4, fp32; one forward and backward pass each, with the same weights, in the same
 processes, in turns. ``products`` are one rank's matrix products and nothing else, made from memory that is there: what
-a way takes above them is its own. ``cpu`` is the processor time of a rank, ``MiB`` what a rank sends in a pass (headers
-included), ``calls`` its collectives.
+a way takes above them is its own. ``cpu`` is the processor time of a rank, ``MiB`` what a rank sends in a pass: of the
+peers by the counters of the loopback device, headers included; ours goes through memory for the most part, past these
+counters, and is what the ledger says. ``calls`` are its collectives.
 
     python -m packages.tensor_parallel.benchmarks.layers [--models mlp gpt] [--ranks 2] [--rounds 5] [--json FILE]
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from packages.comm.benchmarks._tables import Table, Value, arguments, report, verdict
@@ -44,27 +46,38 @@ _OF_NO_WIRE = ("wait_tensor", "_wrap_tensor_autograd")
 """Operations of torch's collectives that send nothing."""
 
 
-def measure(model: str, turns: Turns, counts: bool) -> tuple[dict[str, Found], dict[str, int]]:
-    """On every rank: what each way took, and how often it called a collective."""
+@dataclass(frozen=True)
+class Counted:
+    """Of one pass on one rank."""
+
+    calls: int
+    """Collectives."""
+    sent: float | None
+    """Bytes by the ledger; ``None`` of a way that has none."""
+
+
+def measure(model: str, turns: Turns, counts: bool) -> tuple[dict[str, Found], dict[str, Counted]]:
+    """On every rank: what each way took, and what it called and sent."""
     warnings.simplefilter("ignore")  # peers call what torch has deprecated
     mesh, shape = Mesh(tp=get_world_size()), Shape()
     ways = (mlp_ways if model == "mlp" else gpt_ways)(shape, mesh.tp)
     if installed():
         ways[MEGATRON] = (megatron_mlp if model == "mlp" else megatron_gpt)(shape, mesh.tp)
     found = in_turns(ways, mesh, turns, counts=counts)
-    return found, {name: _calls(name, way, mesh) for name, way in ways.items()}
+    return found, {name: _counted(name, way, mesh) for name, way in ways.items()}
 
 
-def _calls(name: str, way: Pass, mesh: Mesh) -> int:
+def _counted(name: str, way: Pass, mesh: Mesh) -> Counted:
     """Collectives of one pass: ours as the ledger has them, the peers' as torch counts them."""
     if name.startswith(OURS):
-        before = mesh.ledger.total().calls
+        before = mesh.ledger.total()
         way()
-        return mesh.ledger.total().calls - before
+        taken = mesh.ledger.total() - before
+        return Counted(taken.calls, taken.sent)
     counter = _Collectives()
     with counter:
         way()
-    return counter.number
+    return Counted(counter.number, None)
 
 
 class _Collectives(TorchDispatchMode):
@@ -87,10 +100,14 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rows(found: Mapping[str, Found], calls: Mapping[str, int], ranks: int) -> list[dict[str, Value]]:
+def rows(found: Mapping[str, Found], counted: Mapping[str, Counted], ranks: int) -> list[dict[str, Value]]:
     """The table."""
     bare, peers = found[PRODUCTS], [name for name in (DTENSOR, LOSS_PARALLEL, MEGATRON) if name in found]
-    sent = {name: one.sent / ranks / 2**20 for name, one in found.items()}
+    calls = {name: of_pass.calls for name, of_pass in counted.items()}
+    sent = {}
+    for name, one in found.items():
+        by_ledger = counted[name].sent
+        sent[name] = (one.sent / ranks if by_ledger is None else by_ledger) / 2**20
     table: list[dict[str, Value]] = []
     for name, one in found.items():
         asked = []
@@ -148,14 +165,14 @@ def main() -> None:
             by_rank = run_ranks(
                 measure, options.ranks, model, turns, hosts is not None, hosts=hosts, timeout=1800
             )
-        found, calls = combined([of_rank for of_rank, _ in by_rank]), by_rank[0][1]
+        found, counted = combined([of_rank for of_rank, _ in by_rank]), by_rank[0][1]
         share = found[PRODUCTS].cpu_over(found[DTENSOR])
         remarks = [f"the products alone take {share:.2f} of DTensor's processor time", *notes]
         title = "an MLP" if model == "mlp" else "a GPT of 2 layers"
         tables.append(
             Table(
                 f"{title}, {options.ranks} ranks, fp32: over the products",
-                rows(found, calls, options.ranks),
+                rows(found, counted, options.ranks),
                 remarks,
             )
         )
