@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packages.comm.tests.live import LiveBytes
 from packages.models.tests.reference import FAMILIES
 
 from shardweave import comm
@@ -22,6 +23,7 @@ from shardweave.models import (
     local_shape,
     parameter_shapes,
 )
+from shardweave.models.initialize import initialize_parameter
 
 WIDE = TransformerConfig(
     layers=2, hidden=256, heads=4, ffn=256, vocab=64, sequence=16, activation="swiglu", bias=True
@@ -107,6 +109,51 @@ def test_b030_gathered_weights_are_bit_equal_in_every_layout(tp: int, dp: int, p
         assert torch.equal(piece, whole[entry.name]), entry.name
         replicas = comm.broadcast(piece.clone(), mesh.dp)
         assert torch.equal(piece, replicas), entry.name
+
+
+BLOCK = 1 << 22
+"""Elements of which a larger tensor is drawn."""
+
+
+def filled(shape: tuple[int, ...], part: tuple[slice, ...], name: str = "embedding.weight") -> torch.Tensor:
+    """What a rank that holds a part of a large parameter gets."""
+    parameter = torch.nn.Parameter(torch.empty(tuple(where.stop - where.start for where in part)))
+    splits = tuple(
+        comm.Split(comm.Axis.single(), dim, where.start) for dim, where in enumerate(part) if where.start
+    )
+    comm.set_sharding(parameter, comm.Sharding(name, shape, splits))
+    initialize_parameter(parameter, Normal(1.0), 7)
+    return parameter.detach()
+
+
+def test_a_large_tensor_is_drawn_in_blocks_that_no_split_changes() -> None:
+    """Of rows of 3000, 1398 are a block, and the third is not full."""
+    rows, columns = 3001, 3000
+    whole = filled((rows, columns), (slice(0, rows), slice(0, columns)))
+    first = torch.empty(BLOCK // columns, columns).normal_(
+        generator=comm.named_generator(7, "embedding.weight")
+    )
+    assert torch.equal(whole[:1398], first)
+    second = torch.empty(1398, columns).normal_(generator=comm.named_generator(7, "embedding.weight", 1))
+    assert torch.equal(whole[1398:2796], second)
+    assert whole[2796:].std().item() == pytest.approx(1.0, rel=0.01)
+    for part in (
+        (slice(0, 1000), slice(0, columns)), (slice(1000, 2000), slice(0, columns)),
+        (slice(2000, rows), slice(0, columns)), (slice(0, rows), slice(1000, 1001)), (slice(5, 5), slice(0, columns)),
+    ):  # fmt: skip
+        assert torch.equal(filled((rows, columns), part), whole[part])
+    small = filled((2, 5), (slice(0, 2), slice(0, 5)))
+    assert torch.equal(
+        small, torch.empty(2, 5).normal_(generator=comm.named_generator(7, "embedding.weight"))
+    )
+
+
+def test_a_rank_draws_the_blocks_of_its_own_rows_alone() -> None:
+    """A row in the middle of a tensor of 16 GiB: one block of 16 MiB."""
+    with LiveBytes(float("inf")) as memory:
+        row = filled((1 << 20, 1 << 12), (slice(777_777, 777_778), slice(0, 1 << 12)))
+    assert row.std().item() == pytest.approx(1.0, rel=0.05)
+    assert memory.peak == 4 * BLOCK + row.nbytes
 
 
 def test_an_expert_starts_by_its_number_alone() -> None:

@@ -5,7 +5,8 @@ config                  :class:`TransformerConfig`: every number of a model, che
 presets                 :func:`preset`: published configurations; :data:`PRESETS` lists them; :func:`check_preset_sizes`
 transformer             :class:`Transformer`: whole, split over a tensor axis, or one part of a pipeline
 parts                   :class:`Part`, :func:`layer_costs`, :func:`parts_from_ranges`: what a stage holds
-initialize              :func:`initial_rule`: initial values from (seed, canonical name) alone
+initialize              :func:`initial_rule`: initial values from (seed, canonical name) alone; :func:`fill`
+huggingface             :func:`from_huggingface`, :func:`to_huggingface`: weights of published models in and out
 shapes                  :func:`parameter_shapes`, :func:`count_parameters`: names and sizes, nothing built
 flops                   :func:`flops`: operations of a step; :class:`FlopCount`
 memory                  :func:`memory`: bytes of one rank by kind; :class:`MemoryUse`
@@ -14,7 +15,7 @@ generate                :func:`generate`: continue a text in one process
 ======================  =====================================================================================
 
 The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``, ``dropout``) and how sequences are cut
-(``sequence``) have their own modules. Recomputation and Hugging Face weights will be further modules beside these.
+(``sequence``) have their own modules. Recomputation will be a further module beside these.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from ._version import __version__
 from .config import TransformerConfig
 from .flops import FlopCount, ForwardFlops, flops, forward_flops
 from .generate import generate
-from .initialize import Constant, Normal, initial_rule
+from .huggingface import (
+    FromHuggingFace,
+    HuggingFaceError,
+    from_huggingface,
+    huggingface_config,
+    load_huggingface,
+    to_huggingface,
+)
+from .initialize import Constant, Drawn, Normal, Source, fill, initial_rule
 from .memory import MemoryUse, RankLayout, memory
 from .parts import Part, layer_costs, parts_from_ranges
 from .presets import PRESETS, check_preset_sizes, preset
@@ -34,8 +43,11 @@ from .transformer import Transformer
 __all__ = [
     "PRESETS",
     "Constant",
+    "Drawn",
     "FlopCount",
     "ForwardFlops",
+    "FromHuggingFace",
+    "HuggingFaceError",
     "MemoryUse",
     "MicroBatchRouters",
     "Normal",
@@ -43,20 +55,26 @@ __all__ = [
     "Part",
     "RankLayout",
     "RouterStatistics",
+    "Source",
     "StepRouters",
     "Transformer",
     "TransformerConfig",
     "__version__",
     "check_preset_sizes",
     "count_parameters",
+    "fill",
     "flops",
     "forward_flops",
+    "from_huggingface",
     "generate",
+    "huggingface_config",
     "initial_rule",
     "layer_costs",
+    "load_huggingface",
     "local_shape",
     "memory",
     "parameter_shapes",
     "parts_from_ranges",
     "preset",
+    "to_huggingface",
 ]
