@@ -20,6 +20,7 @@ run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, stop_grac
              eval_every: 20, log_every: 1}
 model:
   preset: null
+  weights: null
   layers: 4
   hidden: 128
   heads: 4

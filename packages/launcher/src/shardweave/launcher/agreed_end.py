@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from shardweave.launcher.exit_status import MACHINE_UNFIT, USAGE_ERROR
 from shardweave.launcher.problems import ConfigError
+from shardweave.models import HuggingFaceError
 from shardweave.zero.checkpoint import CheckpointWriteError
 
 __all__ = ["AgreedEnd", "agreed_ends"]
@@ -30,7 +31,7 @@ def agreed_ends() -> Iterator[None]:
     """Turns the errors that are the same on all ranks into one of these."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, HuggingFaceError) as error:
         raise AgreedEnd(USAGE_ERROR, str(error)) from error
     except CheckpointWriteError as error:
         raise AgreedEnd(

@@ -11,12 +11,17 @@ The order matters, and each line depends on the ones before it::
     [5] optimizer   flat buffers, shards over the data axis           zero: reads the finished records
 
 A single process goes the same way: its axes have one rank, and every collective on them is the identity.
+
+Values come with the modules in [2], or at ZeRO stage 3, whose modules are built without memory, in [5]: a few at a
+time, each sharded before the next. So a model that no rank could hold is created, or read from files, in shards.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +39,21 @@ from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.staging import Staging, staging_of
 from shardweave.launcher.unbuilt import unbuilt
-from shardweave.models import Part, Transformer, TransformerConfig
+from shardweave.models import (
+    Drawn,
+    FromHuggingFace,
+    HuggingFaceError,
+    Part,
+    Source,
+    Transformer,
+    TransformerConfig,
+    fill,
+)
 from shardweave.pipeline import Pipeline, tie
 from shardweave.tensor_parallel import Overlap, overlap_for
 from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer, decay_groups
 
-__all__ = ["DTYPES", "Assembly", "assemble", "device_of", "layout_of_mesh"]
+__all__ = ["DTYPES", "Assembly", "assemble", "device_of", "layout_of_mesh", "modules_with", "source_of"]
 
 DTYPES = {
     "fp64": torch.float64,
@@ -116,36 +130,14 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         ConfigError: for a layout or batch that does not fit, or a setting that is not built yet; the same on every
             rank, before any message.
     """
-    problems = [*unbuilt(config), *_other_replicas(config, mesh)]
-    if problems:
-        raise ConfigError(problems)
-    shape, layout, device = transformer_config(config), layout_of_mesh(mesh), device_of(config)
-    check_fit(config, layout, shape)
-    check_gathering(config, layout, shape)
-    plan = batch_plan(config, layout)
-    dtype = DTYPES[config.precision]
-
-    # [1] The blocks between two cuts of (embedding, block 0, ..., head), for each stage of this rank.
-    staging = staging_of(config, layout, shape)
-    parts = staging.parts_of(mesh.pp.rank)
-
-    # [2] Weights come from (seed, canonical name) in fp32 or wider and are sliced; masters are taken from these,
-    #     before the optimizer rounds the parameters to a narrower type.
-    decomposed = _decomposed(config, mesh, device, dtype)
-    modules = tuple(_module(config, mesh, shape, part, decomposed, device) for part in parts)
-
-    # [3] The first and the last stage each hold the shared embedding.
-    _tie(modules, mesh, staging)
-
-    # [4] As many stages per rank as the schedule has, also when there is one rank: it then runs its micro-batches
-    #     without a message. The loss is computed where the head is, by the last module of its rank.
-    pipeline = Pipeline(
-        modules, mesh.pp, staging.plan(plan.accumulation), loss=modules[-1].loss, device=device
-    )
+    shape = transformer_config(config)
+    source = source_of(config, shape)
+    stages = _stages(config, mesh, shape, None if config.zero.stage == 3 else source)
+    modules, device, dtype = stages.modules, stages.device, DTYPES[config.precision]
 
     # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
     #     ranks are summed, not averaged. Small ones vanish in fp16, so there the loss is multiplied before. Stage 3
-    #     gathers parameters when the parts of the module run.
+    #     gathers parameters when the parts of the module run, and fills and shards them one part after the other here.
     optimizer = ZeroOptimizer(
         decay_groups(_parameters(modules), config.optimizer.weight_decay),
         _OPTIMIZERS[config.optimizer.name],
@@ -154,6 +146,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         model=mesh.model,
         module=modules,
         stage=config.zero.stage,
+        initialize=functools.partial(fill, source=source) if config.zero.stage == 3 else None,
         clip=config.optimizer.clip,
         precision=_precision(config, dtype),
         bucket_mb=config.comm.bucket_mb,
@@ -165,18 +158,82 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         **gathering_options(config.zero),
         **_options(config.optimizer),
     )
-    return Assembly(shape, layout, plan, modules, pipeline, optimizer, device)
+    return Assembly(shape, stages.layout, stages.plan, modules, stages.pipeline, optimizer, device)
+
+
+def modules_with(config: Config, mesh: Mesh, source: Source) -> tuple[Transformer, ...]:
+    """This rank's stages with the values of `source` and finished records, and nothing to train them with.
+
+    Every rank of the mesh calls it at the same point.
+
+    Raises:
+        ConfigError: as `assemble` does.
+    """
+    return _stages(config, mesh, transformer_config(config), source).modules
+
+
+@dataclass(frozen=True, eq=False)
+class _Stages:
+    """This rank's, before there is an optimizer."""
+
+    layout: Layout
+    plan: BatchPlan
+    device: torch.device
+    modules: tuple[Transformer, ...]
+    pipeline: Pipeline
+
+
+def _stages(config: Config, mesh: Mesh, shape: TransformerConfig, source: Source | None) -> _Stages:
+    """`source`: of the parameters' values; None: they stay without memory."""
+    problems = [*unbuilt(config), *_other_replicas(config, mesh)]
+    if problems:
+        raise ConfigError(problems)
+    layout, device = layout_of_mesh(mesh), device_of(config)
+    check_fit(config, layout, shape)
+    check_gathering(config, layout, shape)
+    plan = batch_plan(config, layout)
+
+    # [1] The blocks between two cuts of (embedding, block 0, ..., head), for each stage of this rank.
+    staging = staging_of(config, layout, shape)
+    parts = staging.parts_of(mesh.pp.rank)
+
+    # [2] Weights come from (seed, canonical name), or from files, in fp32 or wider, each rank its slices; masters are
+    #     taken from these, before the optimizer rounds the parameters to a narrower type.
+    decomposed = _decomposed(config, mesh, device, DTYPES[config.precision])
+    modules = tuple(_module(config, mesh, shape, part, decomposed) for part in parts)
+    if source is not None:
+        for module in modules:
+            module.to_empty(device=device).apply(functools.partial(fill, source=source))
+
+    # [3] The first and the last stage each hold the shared embedding.
+    _tie(modules, mesh, staging)
+
+    # [4] As many stages per rank as the schedule has, also when there is one rank: it then runs its micro-batches
+    #     without a message. The loss is computed where the head is, by the last module of its rank.
+    pipeline = Pipeline(
+        modules, mesh.pp, staging.plan(plan.accumulation), loss=modules[-1].loss, device=device
+    )
+    return _Stages(layout, plan, device, modules, pipeline)
+
+
+def source_of(config: Config, shape: TransformerConfig) -> Source:
+    """Where parameters have their values from at the start; nothing but headers is read here.
+
+    Raises:
+        ConfigError: for `model.weights` that are not of this model.
+    """
+    if config.model.weights is None:
+        return Drawn(shape, config.run.seed)
+    try:
+        return FromHuggingFace(Path(config.model.weights).expanduser(), shape)
+    except HuggingFaceError as error:
+        raise ConfigError([Problem(("model", "weights"), f"model.weights: {error}")]) from None
 
 
 def _module(
-    config: Config,
-    mesh: Mesh,
-    shape: TransformerConfig,
-    part: Part,
-    decomposed: bool | Overlap,
-    device: torch.device,
+    config: Config, mesh: Mesh, shape: TransformerConfig, part: Part, decomposed: bool | Overlap
 ) -> Transformer:
-    """One stage."""
+    """One stage, without memory."""
     return Transformer(
         shape,
         tensor=mesh.tp,
@@ -189,8 +246,7 @@ def _module(
         expert=mesh.ep,
         expert_data=mesh.expert_data,
         part=part,
-        seed=config.run.seed,
-        device=device,
+        device="meta",
         dtype=torch.promote_types(DTYPES[config.precision], torch.float32),
     )
 

@@ -50,6 +50,7 @@ TABLE: tuple[Row, ...] = (
     Row("run.seed", Kind.TOLD, "samples come in another order from here on"),
     Row("model", Kind.REFUSED),
     Row("model.preset", Kind.FREE),  # it only names values of the keys below
+    Row("model.weights", Kind.FREE),  # of the start
     Row(
         "model.sequence",
         Kind.TOLD,

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from shardweave.comm import broadcast_value, gather_values
+from shardweave.comm import Mesh, broadcast_value, gather_values
 from shardweave.launcher._version import __version__
+from shardweave.launcher.config import Config
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.resumable import (
     Resumable,
@@ -38,7 +39,7 @@ from shardweave.zero.checkpoint import (
     save_checkpoint,
 )
 
-__all__ = ["resume", "save"]
+__all__ = ["at_start", "resume", "save"]
 
 SUPERSEDED = ".superseded"
 
@@ -80,6 +81,19 @@ def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None]
     return path
 
 
+def at_start(config: Config, mesh: Mesh, root: Path) -> Config:
+    """`config` as the trainer should be built by: without `model.weights` where a checkpoint comes instead.
+
+    Every rank calls it, and all answer alike.
+
+    Raises:
+        ConfigError: as :func:`resume` does, for what small files show.
+    """
+    if config.model.weights is None or not _found_by_all(config, mesh, root).paths:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
+
+
 def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | None:
     """Puts a trainer where the newest whole checkpoint left off; None when there is none to continue from.
 
@@ -89,7 +103,7 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
     Raises:
         ConfigError: for a checkpoint of another model, or when there are checkpoints and none can be read.
     """
-    found = _found_by_all(trainer, root)
+    found = _found_by_all(trainer.config, trainer.mesh, root)
     for text in found.passed:
         warn(f"warning: {text}")
     damaged: list[str] = []
@@ -118,12 +132,12 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
     return None
 
 
-def _found_by_all(trainer: Trainer, root: Path) -> Resumable:
+def _found_by_all(config: Config, mesh: Mesh, root: Path) -> Resumable:
     """What the first rank finds; an error where another rank sees checkpoints that the first one does not."""
-    world, problem, found = trainer.mesh.world, None, Resumable()
+    world, problem, found = mesh.world, None, Resumable()
     if world.is_first:
         try:
-            found = find_resumable(trainer.config, root)
+            found = find_resumable(config, root)
         except ConfigError as error:
             problem = error.problems[0].text
     plain = {**asdict(found), "paths": [str(path) for path in found.paths]}
@@ -131,7 +145,7 @@ def _found_by_all(trainer: Trainer, root: Path) -> Resumable:
     if problem is not None:
         raise refused(problem)
     seen = gather_values(_newest_seen(root), world)
-    if trainer.config.checkpoint.resume == "auto" and max(seen) > seen[0]:
+    if config.checkpoint.resume == "auto" and max(seen) > seen[0]:
         others = [world.ranks[position] for position, step in enumerate(seen) if step == max(seen)]
         raise refused(
             f"checkpoint.resume: ranks {others} see a checkpoint of step {max(seen)} in {root} and rank 0 does not; "
@@ -164,8 +178,8 @@ def _supersede(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Non
 
 
 def _data_changes(trainer: Trainer, then: Mapping[str, Any]) -> Sequence[str]:
-    """What no setting shows: the same files with another text."""
-    if _data(trainer)["fingerprint"] == then.get("fingerprint"):
+    """What no setting shows: the same files with another text. An import has seen none."""
+    if then.get("fingerprint") in ("", _data(trainer)["fingerprint"]):
         return ()
     return ("the text of `data.source` has changed since the checkpoint",)
 

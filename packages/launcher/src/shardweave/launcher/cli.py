@@ -128,6 +128,84 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, seed: int)
     sys.exit(generate_text(run, prompt, tokens=tokens, temperature=temperature, seed=seed))
 
 
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+_RUN = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+_PORT = click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
+)
+_OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
+
+
+@cli.command("import")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@_OVERRIDES
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="The run's directory, which is made."
+)
+@_PORT
+def import_(directory: Path, overrides: tuple[str, ...], out: Path, port: int) -> None:
+    """Makes a run of the published weights in DIR: config.json, safetensors files and a tokenizer's.
+
+    For GPT-2, BLOOM, GPT-NeoX, Llama and Mixtral. The run has a checkpoint of step 0, from which `train` goes on, and
+    a config.yaml with the whole shape. KEY=VALUE changes the configuration; with a layout (parallel.*) as many local
+    ranks read the files, each its own part, so that a model larger than the memory of one passes.
+
+    \b
+    Example:
+      shardweave import Llama-3.1-8B --out runs/llama model.sequence=4096 parallel.tensor=4
+      shardweave train runs/llama/config.yaml data.source=my_texts
+    """
+    from shardweave.launcher.import_export import import_directory
+
+    sys.exit(import_directory(directory, out, overrides, port))
+
+
+@cli.command()
+@_RUN
+@_OVERRIDES
+@click.option(
+    "--format",
+    "_kind",
+    type=click.Choice(["huggingface"]),
+    default="huggingface",
+    show_default=True,
+    help="config.json and safetensors files, which transformers reads.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The directory, which is made.")
+@click.option(
+    "--family", help="gpt2, bloom, gpt_neox, llama or mixtral; default: the one that the model fits."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Of the files; default: the checkpoint's.",
+)
+@click.option("--shard-size", default="5GB", show_default=True, help="Of one file, at most.")
+@_PORT
+def export(
+    run: Path,
+    overrides: tuple[str, ...],
+    _kind: str,
+    out: Path,
+    family: str | None,
+    dtype: str | None,
+    shard_size: str,
+    port: int,
+) -> None:
+    """Writes the weights of RUN, or of one of its checkpoints, as a directory of Hugging Face files.
+
+    One process does it; with a layout (parallel.*) as many local ranks, each of which reads and writes its own part.
+    Tokenizer files that an import brought along are in the directory again.
+
+    \b
+    Example:
+      shardweave export runs/llama --format huggingface --out llama-tuned --dtype bfloat16 parallel.tensor=4
+    """
+    from shardweave.launcher.import_export import export_run
+
+    sys.exit(export_run(run, out, overrides, family=family, dtype=dtype, shard_size=shard_size, port=port))
+
+
 @cli.group()
 def checkpoint() -> None:
     """Looks at what a run has saved. RUN is its directory, or one checkpoint's.
@@ -136,10 +214,6 @@ def checkpoint() -> None:
     Example:
       shardweave checkpoint list runs/quickstart
     """
-
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-_RUN = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 
 
 @checkpoint.command("list")

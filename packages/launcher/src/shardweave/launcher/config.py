@@ -131,6 +131,9 @@ class Model(_Block):
 
     preset: Text | None = None
     """A published model: gpt2, llama-3-8b, ...; the keys below override it."""
+    weights: Text | None = None
+    """A directory of Hugging Face files (config.json and safetensors) that the run starts from, in place of random
+    weights; a checkpoint goes before it. `shardweave import` writes the other keys from such a directory."""
     layers: Annotated[Whole, Field(ge=1, le=2_000)] = 4
     """Number of blocks."""
     hidden: Size = 128

@@ -16,13 +16,13 @@ from shardweave.models import Transformer
 from shardweave.models import generate as sample
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors
 
-__all__ = ["generate_text", "load_model"]
+__all__ = ["generate_text", "load_model", "locate"]
 
 
 def generate_text(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
     """Prints the prompt and its continuation; returns the exit status."""
     try:
-        run, checkpoint = _locate(path)
+        run, checkpoint = locate(path)
         config = load_config(run / "config.yaml")
         words = tokenizer(config.data.tokenizer)
         if not prompt:
@@ -71,7 +71,7 @@ def _others(path: Path) -> str:
     return f"; give an earlier checkpoint instead of the run: {', '.join(reversed(older))}" if older else ""
 
 
-def _locate(path: Path) -> tuple[Path, Path]:
+def locate(path: Path) -> tuple[Path, Path]:
     """The run and the checkpoint that a path names: a run's newest one, or the one itself."""
     if (path / "complete").exists() and (path.parent.parent / "config.yaml").exists():
         return path.parent.parent, path

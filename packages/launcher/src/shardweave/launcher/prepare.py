@@ -16,7 +16,7 @@ import torch
 
 from shardweave.comm.devices import accelerator
 from shardweave.comm.text import bytes_text
-from shardweave.launcher.assembly import DTYPES
+from shardweave.launcher.assembly import DTYPES, source_of
 from shardweave.launcher.communication import idle_over, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
@@ -161,12 +161,14 @@ def open_run(overview: Overview) -> OpenRun:
     """Makes the run's directory, or finds where it goes on; nobody else can open it until the lock is released.
 
     Raises:
-        ConfigError: for a checkpoint that does not fit this run.
+        ConfigError: for a checkpoint, or files with the first weights, that do not fit this run.
         MachineError: when the directory cannot be written, or another start is using it.
     """
     config = overview.config
     run = RunDirectory.of(config)
     found = find_resumable(config, run.checkpoints)
+    if not found.paths and config.model.weights is not None:
+        source_of(config, transformer_config(config))  # looks at the headers
     aside: Path | None = None
     try:
         lock = _locked(run)

@@ -16,7 +16,7 @@ from shardweave.launcher.tokenizer import tokenizer
 from shardweave.models import TransformerConfig, check_preset_sizes, preset
 from shardweave.tensor_parallel import RotaryScaling
 
-__all__ = ["preset_keys", "resolved", "transformer_config"]
+__all__ = ["preset_keys", "resolved", "shared_keys", "transformer_config"]
 
 _SHARED = tuple(
     field.name
@@ -45,7 +45,11 @@ def preset_keys(model: Model) -> dict[str, Any]:
         check_preset_sizes(model.preset, given)
     except ValueError as error:
         raise ConfigError([_problem(str(error))]) from None
-    shape = preset(model.preset)
+    return shared_keys(preset(model.preset))
+
+
+def shared_keys(shape: TransformerConfig) -> dict[str, Any]:
+    """The keys of the `model` block that say this shape, as in a file."""
     scaling = None if shape.rotary_scaling is None else asdict(shape.rotary_scaling)
     keys = {key: getattr(shape, key) for key in _SHARED}
     return keys | {"z_loss": shape.router_z_loss, "rotary_scaling": scaling}

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardweave.comm import Mesh, gather_values
 from shardweave.comm.files import write_atomically
-from shardweave.launcher.checkpoint import resume, save
+from shardweave.launcher.checkpoint import at_start, resume, save
 from shardweave.launcher.config import Config
 from shardweave.launcher.guards import Guards
 from shardweave.launcher.meter import Meter
@@ -50,7 +50,7 @@ class Training:
         self._reporter = reporter
         self._stopping = stopping
         self._write_ranks()  # before the work begins: whoever looks for the pids finds them
-        self.trainer = Trainer(config, mesh)
+        self.trainer = Trainer(at_start(config, mesh, run.checkpoints), mesh)
         self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self._saved = -1
         self._metrics: MetricsFile | None = None

@@ -101,6 +101,8 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
     ranks = layout.tensor
     stages = layout.pipeline * stages_per_rank(config, layout)
     layers = _layers(shape.layers, stages)
+    if config.model.weights is not None:
+        yield Change(("model", "weights"), config.model.weights, None, "files hold the full size")
     yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(stages)}")
     exchanged = layout.context if config.parallel.context_form == "all-to-all" else 1
     heads, kv_heads = _heads(shape, ranks, exchanged)

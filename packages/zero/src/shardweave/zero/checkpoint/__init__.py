@@ -4,6 +4,7 @@
 :func:`save_checkpoint`         all ranks write one checkpoint of an optimizer and its module
 :func:`load_checkpoint`         all ranks read one, whatever layout wrote it: :class:`Loaded`
 :func:`read_tensors`            whole tensors in one process
+:class:`FromCheckpoint`         a rank's slices of parameters, without an optimizer
 :func:`complete_checkpoints`    what is in a folder of checkpoints; :func:`checkpoint_path`, :func:`prune_checkpoints`
 :func:`read_manifest`           what is in a checkpoint: :class:`Manifest`; :func:`damaged_files`: is it whole
 :class:`Placed`                 rectangles of a tensor, for tensors of your own that ranks hold parts of
@@ -36,6 +37,7 @@ from .manifest import Chunk, FileEntry, Group, Manifest, TensorEntry
 from .placed import Placed
 from .saving import save_checkpoint
 from .sharded import load_sharded_state_dict, sharded_state_dict
+from .slices import FromCheckpoint
 from .whole import parameter_names_of, read_tensors
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "CheckpointWriteError",
     "Chunk",
     "FileEntry",
+    "FromCheckpoint",
     "Group",
     "Loaded",
     "Manifest",

@@ -1,0 +1,177 @@
+"""``shardweave import`` and ``shardweave export``: directories of Hugging Face files to runs, and back.
+
+Both start as many local ranks as the layout on the command line has, each of which reads and writes only its own
+slices: a model that no rank could hold passes through all the same. What can be wrong is found before one starts.
+
+A run that was imported has a checkpoint of step 0, from which `train` goes on, a configuration that says the whole
+shape, and the directory ``huggingface`` with what is no weight: tokenizer files and ``config.json``. An export gives
+these back.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardweave.launcher.zygote_first import with_zygote
+
+if TYPE_CHECKING:  # imported when the zygote runs
+    from shardweave.comm.zygote import Zygote
+    from shardweave.models import TransformerConfig
+
+__all__ = ["FROM", "export_run", "import_directory"]
+
+FROM = "huggingface"
+"""The directory of a run with what came along with its first weights."""
+
+_RANK = "shardweave.launcher.import_export_rank"
+
+
+def import_directory(directory: Path, out: Path, overrides: tuple[str, ...], port: int) -> int:
+    """Makes the run `out` of the files in `directory`; returns the exit status."""
+    return with_zygote([_RANK], lambda zygote: _import(directory, out, overrides, port, zygote))
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    *,
+    family: str | None,
+    dtype: str | None,
+    shard_size: str,
+    port: int,
+) -> int:
+    """Writes the newest checkpoint of `run`, or the checkpoint that it names, to `out`; returns the exit status."""
+    options = {"family": family, "dtype": dtype, "shard_size": shard_size, "out": str(out.absolute())}
+    return with_zygote([_RANK], lambda zygote: _export(run, overrides, options, port, zygote))
+
+
+def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, zygote: Zygote) -> int:
+    from shardweave.comm.files import write_atomically
+    from shardweave.launcher.assembly import source_of
+    from shardweave.launcher.layout import batch_plan, check_fit, layout_of
+    from shardweave.launcher.problems import ConfigError, Problem
+    from shardweave.launcher.reading import config_text, read_config
+    from shardweave.launcher.run_directory import RunDirectory
+    from shardweave.launcher.shape import resolved, transformer_config
+    from shardweave.models import HuggingFaceError, huggingface_config
+    from shardweave.models.huggingface import copy_tokenizer
+
+    try:
+        found = huggingface_config(directory)
+    except HuggingFaceError as error:
+        raise ConfigError([Problem((), str(error))]) from None
+    if out.exists():
+        raise ConfigError([Problem((), f"--out {out} exists; give a directory that is not there yet")])
+    place = [f"run.name={json.dumps(out.name)}", f"run.dir={json.dumps(str(out.parent))}"]
+    loaded = read_config(None, [*place, *_keys(found), *overrides])
+    config = loaded.config
+    layout, shape = layout_of(config), transformer_config(config)
+    check_fit(config, layout, shape)
+    batch_plan(config, layout)
+    block = config.model
+    reading = config.model_copy(
+        update={"model": block.model_copy(update={"weights": str(directory.absolute())})}
+    )
+    source_of(reading, shape)  # looks at the headers
+    run = RunDirectory.of(config)
+    status = _on_ranks(
+        f"{_RANK}:import_main",
+        {"config": reading.plain(), "run": str(run.path)},
+        layout.world_size,
+        port,
+        zygote,
+    )
+    if status:
+        shutil.rmtree(run.path, ignore_errors=True)
+        return status
+    aside = run.path / FROM
+    aside.mkdir()
+    copy_tokenizer(directory, aside)
+    shutil.copyfile(directory / "config.json", aside / "config.json")
+    write_atomically(run.config, config_text(resolved(config, data=layout.data)))
+    print(f"{run.path} has the weights of {directory}; shardweave train {run.config} trains it")
+    return 0
+
+
+def _export(
+    path: Path, overrides: tuple[str, ...], options: dict[str, str | None], port: int, zygote: Zygote
+) -> int:
+    from shardweave.launcher.generate import locate
+    from shardweave.launcher.layout import check_fit, layout_of
+    from shardweave.launcher.problems import ConfigError, Problem
+    from shardweave.launcher.reading import read_config
+    from shardweave.launcher.shape import transformer_config
+    from shardweave.models import HuggingFaceError
+    from shardweave.models.huggingface.families import family_for
+    from shardweave.models.huggingface.files import byte_count
+    from shardweave.zero.checkpoint import CheckpointError, read_manifest
+
+    try:
+        run, checkpoint = locate(path)
+        read_manifest(checkpoint)
+        config = read_config(run / "config.yaml", [*_ONE_PROCESS, *overrides]).config
+        layout, shape = layout_of(config), transformer_config(config)
+        check_fit(config, layout, shape)
+        family_for(shape, options["family"])
+        byte_count(options["shard_size"] or "")
+    except (CheckpointError, HuggingFaceError) as error:
+        raise ConfigError([Problem((), str(error))]) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # no family
+        raise ConfigError([Problem((), str(error))]) from None
+    if Path(str(options["out"])).exists():
+        raise ConfigError(
+            [Problem((), f"--out {options['out']} exists; give a directory that is not there yet")]
+        )
+    aside = run / FROM
+    payload: dict[str, object] = {
+        "config": config.plain(),
+        "checkpoint": str(checkpoint),
+        "tokenizer_from": str(aside) if aside.is_dir() else None,
+        **options,
+    }
+    status = _on_ranks(f"{_RANK}:export_main", payload, layout.world_size, port, zygote)
+    if not status:
+        print(f"{options['out']} has the weights of {checkpoint}")
+    return status
+
+
+_ONE_PROCESS = (
+    "parallel={data: 1, tensor: 1, pipeline: 1, context: 1, expert: 1, schedule: 1f1b, chunks: 1}",
+    "zero.replicas=1",
+    "run.device=cpu",
+)
+"""What a run's own layout is replaced by: whoever exports it may have fewer ranks, and no accelerator."""
+
+
+def _keys(shape: TransformerConfig) -> Iterator[str]:
+    """The keys of the `model` block of this shape, as overrides."""
+    from shardweave.launcher.shape import shared_keys
+
+    for key, value in shared_keys(shape).items():
+        yield f"model.{key}={json.dumps(value)}"
+
+
+def _on_ranks(entry: str, payload: dict[str, object], ranks: int, port: int, zygote: Zygote) -> int:
+    """Runs `entry` on local ranks; what fails is said, with the log, which stays."""
+    from rich.console import Console
+
+    from shardweave.launcher.processes import launch_local
+
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    logs = Path(tempfile.mkdtemp(prefix="shardweave-"))
+    outcome = launch_local(entry, payload, world_size=ranks, run_dir=logs, port=port, zygote=zygote)
+    if outcome.failure is not None:
+        errors.print(f"error: {outcome.failure}", markup=False)
+        return outcome.exit_code
+    shutil.rmtree(logs, ignore_errors=True)
+    if outcome.exit_code:
+        errors.print("stopped; nothing was written", markup=False)
+    return outcome.exit_code

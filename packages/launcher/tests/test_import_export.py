@@ -1,0 +1,123 @@
+"""The two commands, from a directory of published files to a run and back, and what they say to a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from packages.launcher.tests.commands import run
+
+from shardweave.launcher.reading import load_config
+from shardweave.models import Transformer, TransformerConfig, from_huggingface, to_huggingface
+from shardweave.zero.checkpoint import FromCheckpoint, read_tensors
+
+GPT2 = TransformerConfig(
+    layers=2,
+    hidden=16,
+    heads=4,
+    ffn=22,
+    vocab=257,
+    sequence=16,
+    position="learned",
+    activation="gelu_tanh",
+    dropout=0.1,
+)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """Files as somebody published them."""
+    model = Transformer(GPT2, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    directory = to_huggingface(model, tmp_path / "published")
+    (directory / "merges.txt").write_text("a b")
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 256}))
+    return directory
+
+
+def test_published_weights_become_a_run_are_trained_and_go_out_again(published: Path, tmp_path: Path) -> None:
+    status, out, err = run(
+        tmp_path, "import", "published", "--out", "runs/tuned", "parallel.tensor=2", "parallel.pipeline=2"
+    )
+    assert (status, err) == (0, ""), out + err
+    assert "shardweave train runs/tuned/config.yaml trains it" in out
+    config = load_config(tmp_path / "runs/tuned/config.yaml")
+    assert (config.run.name, config.model.weights, config.model.vocab, config.model.ffn) == (
+        "tuned",
+        None,
+        257,
+        22,
+    )
+    assert (config.model.dropout, config.model.position, config.parallel.tensor) == (0.1, "learned", 2)
+    first = tmp_path / "runs/tuned/checkpoints/step-00000000"
+    before = dict(from_huggingface(published).named_parameters())
+    assert {name: values.tolist() for name, values in read_tensors(first).items()} == {
+        name: values.tolist() for name, values in before.items()
+    }
+
+    status, out, err = run(
+        tmp_path, "export", "runs/tuned", "--out", "same", "--shard-size", "4KB", "parallel.tensor=2"
+    )
+    assert (status, err) == (0, ""), out + err
+    assert len(list((tmp_path / "same").glob("*.safetensors"))) > 2
+    for name, values in from_huggingface(tmp_path / "same").named_parameters():
+        assert torch.equal(values, before[name]), name
+    assert (tmp_path / "same/merges.txt").read_text() == "a b"
+    assert json.loads((tmp_path / "same/config.json").read_text())["eos_token_id"] == 256
+
+    short = ["run.steps=2", "run.device=cpu", "run.eval_every=0", "batch.global=4", "data.source=text.txt"]
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged, " * 40)
+    status, out, err = run(tmp_path, "train", "runs/tuned/config.yaml", "parallel.pipeline=1", *short)
+    assert status == 0, out + err
+    assert "resumed from" in out
+    assert "at step 0" in out
+    assert "warning: the text" not in out
+    status, out, err = run(tmp_path, "export", "runs/tuned", "--out", "tuned", "--dtype", "bfloat16")
+    assert (status, err) == (0, ""), out + err
+    tuned = dict(from_huggingface(tmp_path / "tuned").named_parameters())
+    assert {values.dtype for values in tuned.values()} == {torch.bfloat16}
+    last = read_tensors(tmp_path / "runs/tuned/checkpoints/step-00000002")
+    for name, wide in last.items():
+        assert torch.equal(tuned[name], wide.to(torch.bfloat16)), name
+    assert not torch.equal(last["norm.weight"], before["norm.weight"])
+
+
+def test_mistakes_end_with_status_2_and_a_sentence(published: Path, tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        status, out, err = run(tmp_path, *arguments)
+        assert (status, out) == (2, ""), out + err
+        assert err.startswith("error: ")
+        return err
+
+    assert "nowhere/config.json does not exist" in refused("import", "nowhere", "--out", "run")
+    assert "--out published exists" in refused("import", "published", "--out", "published")
+    text = refused("import", "published", "--out", "run", "parallel.tensor=3")
+    assert "parallel.tensor: 3" in text
+    assert "has no config.yaml" in refused("export", "published", "--out", "elsewhere")
+    (published / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor" in refused("import", "published", "--out", "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_weights_of_a_configuration_that_is_not_theirs_are_refused_before_a_rank_starts(
+    published: Path, tmp_path: Path
+) -> None:
+    status, _, err = run(tmp_path, "train", "model.weights=published", "run.device=cpu")
+    assert status == 2
+    assert "model.weights: published holds another model: layers: 4, but 2 in the directory" in err
+
+
+def test_a_checkpoint_of_another_model_is_not_read(published: Path, tmp_path: Path) -> None:
+    status, out, err = run(tmp_path, "import", "published", "--out", "run")
+    assert status == 0, out + err
+    model = Transformer(GPT2, seed=9)
+    source = FromCheckpoint(tmp_path / "run/checkpoints/step-00000000")
+    for parameter in model.parameters():
+        source(parameter)
+    for name, values in from_huggingface(published).named_parameters():
+        assert torch.equal(model.get_parameter(name), values)
