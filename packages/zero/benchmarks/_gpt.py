@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "LARGE", "SMALL", "Shape", "batch"]
+__all__ = ["GPT", "LARGE", "SMALL", "Block", "Shape", "batch"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GPT(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.position = nn.Embedding(shape.sequence, shape.hidden)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
@@ -48,7 +48,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         hidden = shape.hidden
