@@ -11,7 +11,7 @@ from shardweave.launcher.metrics import MetricsFile, StepMetrics, peak_flops, re
 from shardweave.launcher.run_directory import RunDirectory
 
 KEYS = """step, loss, lr, grad_norm, tokens, step_seconds, tokens_per_second, tflops_per_device, mfu,
-comm_seconds, comm_exposed_seconds, comm_fraction, comm_bytes, memory_gib, skipped"""
+tflops_hardware_per_device, comm_seconds, comm_exposed_seconds, comm_fraction, comm_bytes, memory_gib, skipped"""
 
 
 def _metrics(step: int, loss: float = 2.0) -> StepMetrics:
@@ -24,6 +24,7 @@ def _metrics(step: int, loss: float = 2.0) -> StepMetrics:
         step_seconds=0.5,
         tokens_per_second=4096.0,
         tflops_per_device=0.01,
+        tflops_hardware_per_device=0.013,
         mfu=None,
         comm_seconds=0.1,
         comm_exposed_seconds=0.05,

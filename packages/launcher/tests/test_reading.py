@@ -247,9 +247,10 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
             "command line: RUN: there is no such key (its value is {steps: 3}); did you mean `run`?",
         ),
         (
-            "recompute.every=2",
-            "command line: `recompute: {every: 2}`: recomputation in backward is not built yet",
+            "recompute={operations: [atention]}",
+            "it must be attention, linear, norm, activation or elementwise",
         ),
+        ("recompute={operations: []}", "recompute.operations: [] is not allowed"),
         ("checkpoint.resume=true", "checkpoint.resume: true is not allowed; it must be text"),
         ("tp=2", "the nearest key is `parallel.tensor`"),
         ("dp=2", "the nearest key is `parallel.data`"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardweave import comm
 from shardweave.models import Part, Transformer, TransformerConfig
+from shardweave.models.recompute import RecomputeValue
 from shardweave.tensor_parallel import Overlap, RotaryScaling
 
 __all__ = [
@@ -84,6 +85,7 @@ def build(
     expert: comm.Axis | None = None,
     expert_data: comm.Axis | None = None,
     chunked_loss: bool = False,
+    recompute: RecomputeValue = "none",
     part: Part | None = None,
 ) -> Transformer:
     """A float64 model whose every parameter is moved off its initial value, so that biases and norms count."""
@@ -98,6 +100,7 @@ def build(
         expert=expert,
         expert_data=expert_data,
         chunked_loss=chunked_loss,
+        recompute=recompute,
         part=part,
         dtype=torch.float64,
     )

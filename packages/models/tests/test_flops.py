@@ -94,7 +94,7 @@ def test_tokens_go_through_some_experts_and_the_router() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="recompute: 'half'"):
-        flops(_case(2), batch=1, recompute="half")  # type: ignore[arg-type]
+        flops(_case(2), batch=1, recompute="half")
     with pytest.raises(ValueError, match="batch: 0"):
         flops(_case(2), batch=0)
 

@@ -241,6 +241,7 @@ def _module(
         keep_inputs=config.parallel.keep_inputs,
         decomposed=decomposed,
         chunked_loss=config.batch.chunked_loss,
+        recompute=config.plain()["recompute"],
         context=mesh.cp,
         context_form=config.parallel.context_form,
         expert=mesh.ep,

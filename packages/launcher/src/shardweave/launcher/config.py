@@ -331,10 +331,15 @@ class RecomputeEvery(_Block):
 
 
 class RecomputeOperations(_Block):
-    """Recompute the named operations of every block."""
+    """Recompute the named operations of every block, and keep the results of the others that cost something."""
 
-    operations: Annotated[tuple[Text, ...], BeforeValidator(_tuple)]
-    """Their names."""
+    operations: Annotated[
+        tuple[Literal["attention", "linear", "norm", "activation", "elementwise"], ...],
+        Field(min_length=1),
+        BeforeValidator(_tuple),
+    ]
+    """Their names. Norms, activations and what is elementwise are recomputed in any case: naming one of these alone
+    keeps the results of all products and of attention."""
 
 
 def _recompute(value: object) -> object:
@@ -429,7 +434,9 @@ class Config(_Block):
         Literal["none", "selective", "full"] | RecomputeEvery | RecomputeOperations,
         BeforeValidator(_recompute),
     ] = "none"
-    """What backward computes again instead of keeping it: none, selective, full, {every: N}, {operations: [...]}."""
+    """What backward computes again instead of keeping it: none; selective, the inside of attention's core; full, every
+    block; {every: N}, every N-th block; {operations: [...]}, of every block all but the attention and the linear
+    products that are not named. Gradients stay the same to the last bit."""
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()

@@ -15,8 +15,9 @@ import torch
 
 from shardweave.comm import all_reduce
 from shardweave.launcher.metrics import StepMetrics, peak_flops
+from shardweave.launcher.shape import step_flops
 from shardweave.launcher.trainer import StepResult, Trainer
-from shardweave.models import RouterStatistics, flops
+from shardweave.models import RouterStatistics
 
 __all__ = ["Meter"]
 
@@ -32,7 +33,7 @@ class Meter:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         parts = trainer.parts
-        self._flops = flops(parts.shape, batch=parts.plan.global_batch).model
+        self._flops = step_flops(trainer.config, parts.shape, parts.plan.global_batch)
         self._peak = peak_flops(_device_name(parts.device), trainer.config.precision)
         self.start()
 
@@ -61,7 +62,8 @@ class Meter:
         worst = torch.tensor(mine, dtype=torch.float64, device=device)
         worst = all_reduce(worst, self._trainer.mesh.world, "max")
         seconds, comm, exposed, memory, crossed, *sent = worst.tolist()
-        per_device = self._flops / seconds / self._trainer.mesh.world.size
+        seconds_of_all = seconds * self._trainer.mesh.world.size
+        per_device = self._flops.model / seconds_of_all
         return StepMetrics(
             step=result.step,
             loss=result.loss,
@@ -71,6 +73,7 @@ class Meter:
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
             tflops_per_device=per_device / 1e12,
+            tflops_hardware_per_device=self._flops.hardware / seconds_of_all / 1e12,
             mfu=None if self._peak is None else per_device / self._peak,
             comm_seconds=comm,
             comm_exposed_seconds=exposed,

@@ -37,6 +37,8 @@ class StepMetrics:
     """Of the whole job."""
     tflops_per_device: float
     """Model FLOPs (no recomputation) per second and rank, 1e12."""
+    tflops_hardware_per_device: float
+    """With what is computed again in the backward pass."""
     mfu: float | None
     """Share of the device's peak; null where the peak is unknown."""
     comm_seconds: float

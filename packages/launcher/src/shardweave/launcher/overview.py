@@ -18,15 +18,15 @@ from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.gathering import check_gathering, gathered
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit
 from shardweave.launcher.run_directory import RunDirectory
-from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.shape import step_flops, transformer_config
 from shardweave.launcher.staging import Staging, staging_of
 from shardweave.models import (
     MemoryUse,
     Part,
     RankLayout,
+    Recompute,
     TransformerConfig,
     count_parameters,
-    flops,
     memory,
 )
 
@@ -133,10 +133,12 @@ class Overview:
             for rank, use in enumerate(self.memory[place][:_SHOWN]):
                 who = f"tp {rank}: " if layout.tensor > 1 else ""
                 yield "", f"{who}{bytes_text(use.total)} ({_kinds(use, self.gathered[place])})"
-        work = flops(self.shape, batch=self.plan.global_batch)
+        work = step_flops(self.config, self.shape, self.plan.global_batch)
+        again = work.hardware - work.model
+        more = f", and {again / 1e12:.4g} again in backward" if again else ""
         yield (
             "work",
-            f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank",
+            f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank{more}",
         )
 
     def _sharing(self) -> str:
@@ -148,6 +150,9 @@ class Overview:
         if layout.pipeline > 1:
             chunks = f", {self.staging.chunks} stages a rank," if self.staging.chunks > 1 else ""
             parts.append(f"{self.staging.schedule}{chunks} with {100 * self.bubble:.1f} % bubble")
+        recompute = Recompute.of(config.plain()["recompute"])
+        if recompute.mode != "none":
+            parts.append(f"recomputing {recompute}")
         if config.comm.compression != "none" and layout.sharing > 1:
             parts.append(
                 f"gradients {config.comm.compression} after {_count(config.comm.warmup, 'plain step')}"
@@ -208,6 +213,7 @@ def _held(
                 gradients=DTYPES.get(config.zero.gradient_dtype),
                 micro_batch=config.batch.micro,
                 in_flight=stage.in_flight,
+                recompute=config.plain()["recompute"],
             )
         )
         elements += where.elements(shape)

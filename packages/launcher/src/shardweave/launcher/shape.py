@@ -13,10 +13,10 @@ from typing import Any
 from shardweave.launcher.config import Config, Model
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
 from shardweave.launcher.tokenizer import tokenizer
-from shardweave.models import TransformerConfig, check_preset_sizes, preset
+from shardweave.models import FlopCount, TransformerConfig, check_preset_sizes, flops, preset
 from shardweave.tensor_parallel import RotaryScaling
 
-__all__ = ["preset_keys", "resolved", "shared_keys", "transformer_config"]
+__all__ = ["preset_keys", "resolved", "shared_keys", "step_flops", "transformer_config"]
 
 _SHARED = tuple(
     field.name
@@ -97,3 +97,9 @@ def resolved(config: Config, *, data: int | None = None) -> Config:
     )
     parallel = config.parallel if data is None else config.parallel.model_copy(update={"data": data})
     return config.model_copy(update={"model": model, "parallel": parallel})
+
+
+def step_flops(config: Config, shape: TransformerConfig, batch: int) -> FlopCount:
+    """Operations of a step over `batch` sequences, with what `config` computes again in the backward pass."""
+    recompute, chunked_loss = config.plain()["recompute"], config.batch.chunked_loss
+    return flops(shape, batch=batch, recompute=recompute, chunked_loss=chunked_loss)

@@ -39,7 +39,6 @@ table: tuple[Row, ...] = (
     Row(("data", "source"), lambda value: isinstance(value, list), "a blend of corpora", "one path or glob"),
     Row(("data", "tokenizer"), _not("byte"), "any tokenizer but the byte tokenizer", "data.tokenizer=byte"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
-    Row(("recompute",), _not("none"), "recomputation in backward", "recompute=none"),
     Row(
         ("guard", "nonfinite"),
         _not("skip", "stop"),

@@ -8,14 +8,16 @@ parts                   :class:`Part`, :func:`layer_costs`, :func:`parts_from_ra
 initialize              :func:`initial_rule`: initial values from (seed, canonical name) alone; :func:`fill`
 huggingface             :func:`from_huggingface`, :func:`to_huggingface`: weights of published models in and out
 shapes                  :func:`parameter_shapes`, :func:`count_parameters`: names and sizes, nothing built
+kinds                   :func:`parameter_kinds`: parameters by what they are for
 flops                   :func:`flops`: operations of a step; :class:`FlopCount`
 memory                  :func:`memory`: bytes of one rank by kind; :class:`MemoryUse`
+recompute               :class:`Recompute`: what the backward pass computes again instead of keeping it
 routers                 :class:`StepRouters`: losses of mixtures of experts, and what their routers did
 generate                :func:`generate`: continue a text in one process
 ======================  =====================================================================================
 
 The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``, ``dropout``) and how sequences are cut
-(``sequence``) have their own modules. Recomputation will be a further module beside these.
+(``sequence``) have their own modules.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ from .huggingface import (
     to_huggingface,
 )
 from .initialize import Constant, Drawn, Normal, Source, fill, initial_rule
+from .kinds import KINDS, parameter_kinds
 from .memory import MemoryUse, RankLayout, memory
 from .parts import Part, layer_costs, parts_from_ranges
 from .presets import PRESETS, check_preset_sizes, preset
+from .recompute import OPERATIONS, Recompute
 from .routers import MicroBatchRouters, RouterStatistics, StepRouters
 from .shapes import ParameterShape, count_parameters, local_shape, parameter_shapes
 from .transformer import Transformer
 
 __all__ = [
+    "KINDS",
+    "OPERATIONS",
     "PRESETS",
     "Constant",
     "Drawn",
@@ -54,6 +60,7 @@ __all__ = [
     "ParameterShape",
     "Part",
     "RankLayout",
+    "Recompute",
     "RouterStatistics",
     "Source",
     "StepRouters",
@@ -73,6 +80,7 @@ __all__ = [
     "load_huggingface",
     "local_shape",
     "memory",
+    "parameter_kinds",
     "parameter_shapes",
     "parts_from_ranges",
     "preset",

@@ -28,7 +28,8 @@ class Block(nn.Module):
     ``layer``: the block's global number, by which its dropout is keyed. ``rotary``, ``alibi``: the one instance that
     all blocks share, or ``None``. With ``sequence_dim`` 0 the hidden
     states are this rank's share of the sequence; ``context``, ``context_form``: as in :class:`ParallelAttention`;
-    ``expert``, ``expert_data``, ``keep_inputs``, ``decomposed``: as in :class:`.Transformer`.
+    ``expert``, ``expert_data``, ``keep_inputs``, ``decomposed``: as in :class:`.Transformer`; ``recompute_core``:
+    ``recompute`` of the attention.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Block(nn.Module):
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
         decomposed: bool | Overlap = False,
+        recompute_core: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,6 +75,7 @@ class Block(nn.Module):
             sequence_dim=sequence_dim,
             keep_inputs=keep_inputs,
             decomposed=decomposed,
+            recompute=recompute_core,
             device=device,
             dtype=dtype,
         )

@@ -1,9 +1,10 @@
 """Bytes that one rank holds, by kind, before anything is allocated.
 
 Parameters, gradients and optimizer state are exact (a test compares them with real tensors). Activations are what
-this package's own layers keep for the backward pass, without recomputation, term by term; a test compares them with
-what autograd is seen to keep. Not in it: buffers that live for a moment (a gathered sequence, a layer's gradient,
-what a kernel borrows), those of communication, and what an allocator wastes. Measure before you fill the last tenth.
+this package's own layers keep for the backward pass, term by term; tests compare them with what autograd is seen to
+keep, and with what is alive. Where blocks are computed again, what one of them has while its backward runs comes on
+top. Not in it: buffers that live for a moment (a gathered sequence, a layer's gradient, what a kernel borrows), those
+of communication, and what an allocator wastes. Measure before you fill the last tenth.
 
 The known formulas (Korthikanti et al., arXiv 2205.05198, section 4: ``s b h (10 + 24/t + 5 a s/(h t))`` and its kin)
 count 16-bit numbers, dropout masks and a written-out attention; here dropout and the attention core are counted as
@@ -18,14 +19,18 @@ from typing import Literal
 
 import torch
 
+from shardweave.tensor_parallel import ATTENTION, LINEAR
+
 from .config import TransformerConfig
 from .parts import Part
+from .recompute import Recompute, RecomputeValue
 from .shapes import local_shape, parameter_shapes
 
 __all__ = ["MemoryUse", "RankLayout", "memory"]
 
 _INDEX = 8  # bytes of an int64
 _FLAG = 1  # bytes of a bool
+_KEY = 4  # bytes of what a token's mask of dropout is keyed by
 _CHUNK = 1 << 26  # logits at once with a chunked loss on an accelerator, and more than on a CPU
 
 
@@ -103,7 +108,8 @@ class MemoryUse:
     """Adam's two moments, and the float32 master copy of narrower parameters."""
 
     activations: int
-    """Kept from forward to backward for all micro-batches in flight, and the gradient of one's logits."""
+    """Kept from forward to backward for all micro-batches in flight, and what one has beside it in its backward pass:
+    the gradient of its logits, or what a block computes again."""
 
     @property
     def total(self) -> int:
@@ -120,13 +126,19 @@ def memory(
     sequence: int | None = None,
     in_flight: int = 1,
     gradients: torch.dtype | None = None,
+    recompute: RecomputeValue = "none",
 ) -> MemoryUse:
     """What one rank of ``layout`` holds while training ``config`` with AdamW.
 
     ``dtype``: of the parameters; ``gradients``: of theirs (default: float32 or wider, in which ZeroOptimizer keeps
     masters and moments in any case).
     ``micro_batch``: sequences; ``sequence``: tokens of each (default: the config's). ``in_flight``: micro-batches
-    whose activations are held at once, a schedule's peak for the stage.
+    whose activations are held at once, a schedule's peak for the stage. ``recompute``: as :meth:`.Recompute.of` takes
+    it; of the covered blocks is kept, with ``t`` the tokens of a micro-batch on this rank:
+
+    - ``full``: what comes in, ``t h`` numbers;
+    - ``selective``: all but the core's inside (of a core that is written out, ``3 s`` numbers for each head and token);
+    - ``operations``: what comes in, and what the products and the core that are kept give.
     """
     where = layout if layout is not None else RankLayout()
     wide = torch.promote_types(dtype, torch.float32).itemsize
@@ -137,12 +149,12 @@ def memory(
     sharded = where.zero_stage >= 2 and not where.whole_gradients
     master = wide if dtype.itemsize < wide else 0
     length = config.sequence if sequence is None else sequence
-    kept = _Kept(config, where, micro_batch, length, dtype.itemsize, wide)
+    kept = _Kept(config, where, micro_batch, length, dtype.itemsize, wide, Recompute.of(recompute))
     return MemoryUse(
         parameters=(shard if where.zero_stage == 3 else count) * dtype.itemsize,
         gradients=(shard if sharded else count) * (wide if gradients is None else gradients.itemsize),
         optimizer=shard * (2 * wide + master),
-        activations=in_flight * kept.micro_batch() + kept.constants() + kept.logits(),
+        activations=in_flight * kept.micro_batch() + kept.constants() + kept.backward(),
     )
 
 
@@ -153,8 +165,16 @@ class _Kept:
     """
 
     def __init__(
-        self, config: TransformerConfig, where: RankLayout, batch: int, length: int, element: int, wide: int
+        self,
+        config: TransformerConfig,
+        where: RankLayout,
+        batch: int,
+        length: int,
+        element: int,
+        wide: int,
+        recompute: Recompute,
     ) -> None:
+        self.recompute = recompute
         self.config, self.batch, self.length, self.element, self.wide = config, batch, length, element, wide
         self.part = where.part if where.part is not None else Part.whole(config)
         self.split = where.tensor > 1
@@ -182,11 +202,59 @@ class _Kept:
         return "embedding.weight" if self.config.tie_embeddings else "head.weight"
 
     def micro_batch(self) -> int:
-        total = len(self.part.layers) * self.block()
+        covered = self.covered
+        total = covered * self.covered_block() + (len(self.part.layers) - covered) * self.block()
         if self.part.embedding:
             total += self.embedding()
         if self.part.head:
             total += self.head()
+        if covered and not self.recompute.core:
+            # Positions of a row and of its part here, for masks of dropout.
+            total += (self.length + self.tokens // self.batch) * _INDEX
+        return total
+
+    def backward(self) -> int:
+        """What comes on top while a micro-batch goes back: its logits' gradient; later a block that runs again."""
+        again = self.again() if self.covered else 0
+        # By then what the head kept is gone.
+        return max(self.logits(), again - (self.head() if self.part.head else 0))
+
+    @property
+    def covered(self) -> int:
+        """Blocks that compute something again."""
+        return sum(map(self.recompute.covers, self.part.layers))
+
+    def covered_block(self) -> int:
+        """A block that computes something again, from its forward to its backward."""
+        if self.recompute.core:
+            return self.block() - self.inside()
+        return self.hidden() + self.results(of_block=False) + (self.keys() if self.context > 1 else 0)
+
+    def again(self) -> int:
+        """What such a block has more while its backward runs."""
+        if self.recompute.core:
+            return self.inside()
+        return self.block() - self.hidden() - self.results(of_block=True)
+
+    def inside(self) -> int:
+        """Of :meth:`attention`, what is neither an input of the core nor its output as the projection takes it."""
+        new, _ = self._turned()
+        fused = self.query + 2 * self.kv
+        rows = self.attention_rows() - self.heads
+        return self.attention() - self.tokens * ((fused + new + self.query) * self.element + rows * self.wide)
+
+    def results(self, *, of_block: bool) -> int:
+        """Results that a block keeps although it is computed again; ``of_block``: those that :meth:`block` counts."""
+        config, total = self.config, 0
+        if LINEAR in self.recompute.kept:
+            total += self.tokens * (self.query + 2 * self.kv) * self.element  # queries, keys and values
+            total += self.fed_forward_results(of_block=of_block)
+            if not of_block:  # of the attention's output; of an MLP's
+                total += (1 if config.experts else 2) * self.hidden()
+            if self.keeps_inputs:
+                total += (1 if config.experts else 2) * self.inputs()
+        if ATTENTION in self.recompute.kept:
+            total += self.core_results(of_block=of_block)
         return total
 
     def constants(self) -> int:
@@ -210,7 +278,12 @@ class _Kept:
         normed = 2 * self.norm() - (
             self.hidden() if self.config.parallel_residual else 0
         )  # both norm the same
-        return self.attention() + self.inputs() + fed_forward + normed + 2 * self.dropout()
+        return self.attention() + self.keys() + self.inputs() + fed_forward + normed + 2 * self.dropout()
+
+    def keys(self) -> int:
+        """What masks of the attention's dropout depend on, of all tokens, where the core is computed from it again."""
+        again = self.recompute.core or self.context > 1
+        return self.batch * self.length * _KEY if again and self.config.attention_dropout else 0
 
     def head(self) -> int:
         # Of the loss: the target and whether it is here and valid; the maximum, and two sums.
@@ -241,14 +314,8 @@ class _Kept:
     def attention(self) -> int:
         """Queries, keys, values, what the core makes of them, and the heads' outputs side by side."""
         turned, normed = self.config.position == "rotary", self.config.qk_norm
-        # Normed or turned queries and keys are new tensors. The output comes in their order, and is copied once more,
-        # but for that of the RMS norm.
-        copied = turned or (normed and self.config.norm == "layernorm")
-        new = self.query + self.kv if turned or normed else 0
-        fused = self.query + 2 * self.kv
-        rows = self.heads  # of which the core keeps one number
-        if normed:
-            rows += self.statistics * (self.heads + self.kv // self.config.head_size)
+        new, copied = self._turned()
+        fused, rows = self.query + 2 * self.kv, self.attention_rows()
         if self.context > 1:
             return self.tokens * (self._over_context(new, copied=copied) * self.element + rows * self.wide)
         if self.config.attention_dropout:
@@ -264,6 +331,35 @@ class _Kept:
         # torch's fused core keeps its inputs, its output and one number a row.
         elements = fused + new + (2 if copied else 1) * self.query
         return self.tokens * (elements * self.element + rows * self.wide)
+
+    def attention_rows(self) -> int:
+        """Rows of a token of which one number is kept: each head's in the core, and statistics of its norms."""
+        norms = self.statistics * (self.heads + self.kv // self.config.head_size)
+        return self.heads + (norms if self.config.qk_norm else 0)
+
+    def _turned(self) -> tuple[int, bool]:
+        """Elements of a token in new tensors, which normed or turned queries and keys are; and whether the output,
+        which comes in their order, is copied once more, as it is but for that of the RMS norm."""
+        turned, normed = self.config.position == "rotary", self.config.qk_norm
+        new = self.query + self.kv if turned or normed else 0
+        return new, turned or (normed and self.config.norm == "layernorm")
+
+    def core_results(self, *, of_block: bool) -> int:
+        """What the core's operations give: the output and one number a row; written out, scores and output."""
+        if self.config.attention_dropout and self.context == 1:
+            scores = 0 if of_block else self.tokens * self.heads * self.length * self.element
+            return scores + self.tokens * self.query * self.element
+        return self.tokens * (self.query * self.element + self.heads * self.wide)
+
+    def fed_forward_results(self, *, of_block: bool) -> int:
+        """What the products of the MLP that go up give; of experts what all of theirs give."""
+        config = self.config
+        up = self.ffn * (2 if config.gated else 1)
+        if of_block and config.activation == "relu":
+            up = 0  # which keeps its output alone
+        if not config.experts:
+            return self.tokens * up * self.element
+        return self.expert_rows() * (config.hidden + up) * self.element
 
     def _over_context(self, new: int, *, copied: bool) -> int:
         """Elements of a token that attention over a context axis keeps, in either form; scores are computed again.
@@ -295,8 +391,7 @@ class _Kept:
         A row is kept as it comes to its expert and as it comes back.
         """
         config, k = self.config, self.config.experts_per_token
-        taken = min(1.0, config.expert_capacity or 1.0)  # of all choices, at most
-        here, there = (round(tokens * k * taken) for tokens in (self.local_tokens, self.tokens))
+        here, there = round(self.local_tokens * k * self.taken), self.expert_rows()
         chosen = self.local_tokens * (
             config.experts * (_INDEX + 2 * self.wide) + k * (self.wide + self.element)
         )
@@ -311,3 +406,12 @@ class _Kept:
             back += here * (config.hidden * self.element + _INDEX)
         orders = here + (there if self.several_senders else 0)
         return chosen + rows + back + orders * _INDEX
+
+    @property
+    def taken(self) -> float:
+        """Of all choices of experts, those that there is room for, at most."""
+        return min(1.0, self.config.expert_capacity or 1.0)
+
+    def expert_rows(self) -> int:
+        """Rows that come to this rank's experts, if all ranks' have as many."""
+        return round(self.tokens * self.config.experts_per_token * self.taken)

@@ -54,6 +54,7 @@ from .embedding import PositionEmbedding
 from .initialize import initialize_module
 from .norms import make_norm
 from .parts import Part
+from .recompute import Recompute, RecomputeValue
 from .routers import MicroBatchRouters, RouterStatistics, routers_of_pass
 from .sequence import SequenceCut
 
@@ -84,6 +85,9 @@ class Transformer(nn.Module):
         chunked_loss: whether the head and the loss are computed together, for some tokens at a time, so that all logits
             are never there (:func:`~shardweave.tensor_parallel.vocab_parallel_head_loss`). A part with the head then
             ends with hidden states; :meth:`loss` and :meth:`logits` take these. The head's product is made once more.
+        recompute: what the backward pass computes again instead of keeping it, a :class:`.Recompute` or what
+            :meth:`.Recompute.of` takes: ``"selective"``, ``"full"``, ``{"every": 2}``, ``{"operations": [...]}``.
+            Gradients stay the same to the last bit.
         part: what to hold of the model; ``None``: all of it.
         seed: of the initial values, see :meth:`initialize`.
         device: where; ``None``: torch's default device. On ``"meta"`` nothing is allocated nor initialised:
@@ -93,7 +97,8 @@ class Transformer(nn.Module):
     Building draws nothing from torch's default generator.
 
     Raises:
-        ValueError: when the ranks of ``tensor`` cannot share the heads, or ``part`` reaches past the model.
+        ValueError: when the ranks of ``tensor`` cannot share the heads, ``part`` reaches past the model, or
+            ``recompute`` is nothing of these.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class Transformer(nn.Module):
         expert: Axis | None = None,
         expert_data: Axis | None = None,
         chunked_loss: bool = False,
+        recompute: RecomputeValue = "none",
         part: Part | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -124,6 +130,7 @@ class Transformer(nn.Module):
         self.context = context if context is not None else Axis.single("cp")
         self._cut = SequenceCut(self.context, self.axis if self.sequence_parallel else Axis.single())
         self.chunked_loss = chunked_loss
+        self.recompute = Recompute.of(recompute)
         _check_part(config, self.part)
         if expert is not None and expert.size > 1 and config.experts == 0:
             raise ValueError(
@@ -171,6 +178,7 @@ class Transformer(nn.Module):
                 sequence_dim=sequence_dim,
                 keep_inputs=self.keep_inputs,
                 decomposed=self.decomposed,
+                recompute_core=self.recompute.core,
                 device=meta,
                 dtype=dtype,
             )
@@ -265,8 +273,8 @@ class Transformer(nn.Module):
         masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
             x = self._embed(x, local, masks, documents)
-        for block in self.layers.values():
-            x = block(x, masks, documents, routers)
+        for layer, block in zip(self.part.layers, self.layers.values(), strict=True):
+            x = self.recompute.run(block, layer, x, masks, documents, routers)
         if not self.part.head:
             return x
         x = self.norm(x)

@@ -22,6 +22,7 @@ features                :class:`FeatureSplit`, :func:`split_features`, :func:`sp
 overlap                 :class:`Overlap`, :func:`overlap_for`, :class:`ProductSpeed`, :func:`measure_products`: whether
                         a product pays to be computed in pieces while the others travel
 products                :func:`column_linear`, :func:`row_linear`: the products as functions of given weights
+kept                    :class:`Kept`: results that a region keeps though it is computed again in backward
 layer                   :class:`ParallelLayer`: base of the layers, keeps sharding records alive
 ======================  =====================================================================================
 
@@ -51,6 +52,7 @@ from .features import FeatureSplit, split_features, split_heads
 from .fused import FusedColumnLinear, FusedLayers, fused_linear
 from .gather import gather
 from .head_loss import vocab_parallel_head_loss
+from .kept import ATTENTION, LINEAR, Kept
 from .layer import ParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .overlap import Overlap, ProductSpeed, measure_products, overlap_for
@@ -63,12 +65,15 @@ from .rotary import Rotary
 from .rotary_scaling import RotaryScaling, rotary_frequencies
 
 __all__ = [
+    "ATTENTION",
+    "LINEAR",
     "Alibi",
     "ColumnParallelLinear",
     "Cut",
     "FeatureSplit",
     "FusedColumnLinear",
     "FusedLayers",
+    "Kept",
     "MixtureOfExperts",
     "Overlap",
     "ParallelAttention",

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardweave.comm import Axis, combine_keys, keyed_dropout
 
@@ -34,6 +35,7 @@ from .documents import check_documents
 from .eager import eager
 from .features import FeatureSplit, split_heads
 from .fused import FusedLayers, fused_linear
+from .kept import kept_core
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .overlap import Overlap
 from .replicas import mark_partial
@@ -76,6 +78,9 @@ class ParallelAttention(FusedLayers):
         sequence_dim: with sequence parallelism the sequence's dimension: 0, or 1 with ``batch_first``.
         keep_inputs: as in :class:`ColumnParallelLinear`, for queries, keys and values together.
         decomposed: as in :class:`ColumnParallelLinear`, for these and for the output.
+        recompute: whether the core is computed again in the backward pass: of it, its inputs alone are kept. That saves
+            what is quadratic in the sequence where the core is written out, as it is with dropout; torch's fused core
+            keeps its output and one number a row.
         batch_first: the layout. Sequence first is the better one under sequence parallelism: parts of the
             sequence are then pieces of memory and are gathered without a copy.
         device: as in ``nn.Linear``.
@@ -104,6 +109,7 @@ class ParallelAttention(FusedLayers):
         sequence_dim: int | None = None,
         keep_inputs: bool = False,
         decomposed: bool | Overlap = False,
+        recompute: bool = False,
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -127,7 +133,7 @@ class ParallelAttention(FusedLayers):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"attention dropout {dropout} is not in [0, 1)")
         self.heads, self.kv_heads, self.axis = heads, kv_heads, axis
-        self.dropout, self.causal, self.rotary = dropout, causal, rotary
+        self.dropout, self.causal, self.rotary, self.recompute = dropout, causal, rotary, recompute
         self.alibi = (Alibi(heads) if alibi else None) if isinstance(alibi, bool) else alibi
         if self.alibi is not None and self.alibi.heads != heads:
             raise ValueError(f"ALiBi is for {self.alibi.heads} heads, this layer has {heads}")
@@ -223,7 +229,12 @@ class ParallelAttention(FusedLayers):
         if self.rotary is not None:
             own = self._own_positions(length, positions)
             query, key = self.rotary(query, own), self.rotary(key, own)
-        mixed = self._core(query, key, value, positions, keys if dropping else None, documents)
+        given = (query, key, value, positions, keys if dropping else None, documents)
+        if self.recompute and torch.is_grad_enabled():
+            # No generator is asked: masks of dropout are a function of their keys.
+            mixed = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self._core(*given)
         y: Tensor = self.output(self._merged(mixed))
         return y
 
@@ -251,17 +262,18 @@ class ParallelAttention(FusedLayers):
                 first_head=self.first_head,
             )
             return self._core_in_blocks(query, key, value, scoring)
-        if keys is not None:
-            return self._core_with_dropout(query, key, value, positions, keys)
         mask = self._alibi_mask(query, positions)
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
-            enable_gqa=self.heads != self.kv_heads,
-        )
+        with kept_core():
+            if keys is not None:
+                return self._core_with_dropout(query, key, value, mask, keys)
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=self.causal and mask is None,
+                enable_gqa=self.heads != self.kv_heads,
+            )
 
     @eager
     def _core_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -300,13 +312,12 @@ class ParallelAttention(FusedLayers):
         return self.alibi.slopes[self.first_head : self.first_head + heads]
 
     def _core_with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, keys: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keys: Tensor
     ) -> Tensor:
         """The same, written out: torch's fused core draws its own mask, which would depend on the layout."""
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, heads_r, s, s]
-        mask = self._alibi_mask(query, positions)
         if mask is not None:
             scores = scores + mask
         elif self.causal:

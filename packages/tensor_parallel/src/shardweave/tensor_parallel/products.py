@@ -42,6 +42,7 @@ from .asking import check_axes, check_dtypes, check_sequence_dim
 from .decomposed import Multiply, gathered_product, scattered_product
 from .eager import eager
 from .features import part_sizes
+from .kept import LINEAR, kept
 from .weights import ReadAgain, now_or_later, queue_of
 
 __all__ = ["autocast_dtype", "column_linear", "row_linear"]
@@ -159,17 +160,22 @@ class _ColumnProduct(torch.autograd.Function):
         own = call.cast(x)
         ctx.call, ctx.dtype, ctx.weights = call, x.dtype, ReadAgain(weights)
         wanted = any(ctx.needs_input_grad[2 : 2 + call.num_weights])
-        full: Tensor | None
-        if call.pieces_dim is not None:
-            features = sum(weight.shape[0] for weight in weights)
-            multiply = _writes_outputs(weights, biases, call)
-            keep = wanted and call.keep_inputs
-            y, full = gathered_product(own, multiply, features, call.axis, call.pieces_dim, keep=keep)
-        else:
-            full = call.gathered(own)
-            y = _outputs(as_rows(full), weights, biases, call)
-            y = _shaped(y, (*full.shape[:-1], y.shape[-1]))
-        ctx.save_for_backward((full if call.keep_inputs else own) if wanted else None)
+        keep = wanted and call.keep_inputs
+
+        def product() -> tuple[Tensor, ...]:
+            full: Tensor | None
+            if call.pieces_dim is not None:
+                features = sum(weight.shape[0] for weight in weights)
+                multiply = _writes_outputs(weights, biases, call)
+                y, full = gathered_product(own, multiply, features, call.axis, call.pieces_dim, keep=keep)
+            else:
+                full = call.gathered(own)
+                y = _outputs(as_rows(full), weights, biases, call)
+                y = _shaped(y, (*full.shape[:-1], y.shape[-1]))
+            return (y, full) if keep and full is not None else (y,)
+
+        y, *whole = kept(LINEAR, product)
+        ctx.save_for_backward((whole[0] if whole else own) if wanted else None)
         return y
 
     @staticmethod
@@ -213,16 +219,21 @@ class _RowProduct(torch.autograd.Function):
         own = call.cast(x)
         ctx.weights = ReadAgain((weight,))
         ctx.save_for_backward(own if ctx.needs_input_grad[2] else None)
-        if call.pieces_dim is not None:
-            multiply = _writes_outputs((weight,), (), call)
-            y = scattered_product(own, multiply, weight.shape[0], call.axis, call.pieces_dim)
-        else:
-            y = _shaped(F.linear(as_rows(own), call.cast(weight)), (*x.shape[:-1], weight.shape[0]))
-            if call.sequence_dim is None:
-                y = comm.all_reduce(y, call.axis)
+
+        def product() -> tuple[Tensor, ...]:
+            if call.pieces_dim is not None:
+                multiply = _writes_outputs((weight,), (), call)
+                y = scattered_product(own, multiply, weight.shape[0], call.axis, call.pieces_dim)
             else:
-                y = comm.reduce_scatter(y, call.axis, call.sequence_dim)
-        return y if bias is None else y.add_(bias)  # once: every rank holds the whole sum here
+                y = _shaped(F.linear(as_rows(own), call.cast(weight)), (*x.shape[:-1], weight.shape[0]))
+                if call.sequence_dim is None:
+                    y = comm.all_reduce(y, call.axis)
+                else:
+                    y = comm.reduce_scatter(y, call.axis, call.sequence_dim)
+            return (y if bias is None else y.add_(bias),)  # once: every rank holds the whole sum here
+
+        (y,) = kept(LINEAR, product)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -33,6 +33,7 @@ from shardweave.comm import Axis
 
 from .context import check_context, context_ranges
 from .core import Scoring
+from .kept import ATTENTION, kept
 from .relay import Relay
 from .softmax_lse import Bias, attend, attend_backward, merge
 
@@ -103,8 +104,12 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, axis: Axis) -> Tensor:
         steps = ring_steps(q.shape[2] * axis.size, axis.size, axis.rank, causal=scoring.causal)
-        out, lse = _meet_all(q, torch.stack((k, v)), scoring, axis, steps)
-        out = out.to(q.dtype)
+
+        def mix() -> tuple[Tensor, ...]:
+            out, lse = _meet_all(q, torch.stack((k, v)), scoring, axis, steps)
+            return out.to(q.dtype), lse
+
+        out, lse = kept(ATTENTION, mix)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scoring, ctx.axis, ctx.steps = scoring, axis, steps
         return out

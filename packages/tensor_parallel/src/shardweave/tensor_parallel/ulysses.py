@@ -21,6 +21,7 @@ from shardweave.comm import Axis, exchange_between
 
 from .context import check_context, held_order
 from .core import Scoring
+from .kept import kept_core
 from .ring import ring_attention
 from .softmax_lse import private_operator
 
@@ -74,6 +75,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor
     if scoring.drops or (masked and operator is not None):
         return ring_attention(q, k, v, scoring, Axis.single())
     bias = scoring.block(q, rows, rows, overlap=True)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias.mask, is_causal=bias.causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with kept_core():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias.mask, is_causal=bias.causal, enable_gqa=q.shape[1] != k.shape[1]
+        )

@@ -17,6 +17,7 @@ from shardweave.comm import Axis, Sharding, Split
 
 from ..asking import check_axes
 from ..features import split_features
+from ..kept import LINEAR, kept
 from ..layer import ParallelLayer
 from ..products import autocast_dtype
 from ..weights import ReadAgain, now_or_later
@@ -117,7 +118,8 @@ class _SegmentProducts(torch.autograd.Function):
         dtype = autocast_dtype(rows) or rows.dtype
         own = rows.to(dtype)
         ctx.save_for_backward(own if ctx.needs_input_grad[1] else None)
-        return _by_segment(own, weight.to(dtype).transpose(1, 2), counts)
+        (y,) = kept(LINEAR, lambda: (_by_segment(own, weight.to(dtype).transpose(1, 2), counts),))
+        return y
 
     @staticmethod
     @once_differentiable
