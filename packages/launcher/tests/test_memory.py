@@ -38,7 +38,8 @@ def test_states_are_those_of_a_real_optimizer() -> None:
             mesh = Mesh(dp=2)
             before = alive()
             trainer = Trainer(config, mesh)
-            optimizer, seen = trainer.parts.optimizer, []
+            optimizer = trainer.parts.optimizer
+            seen: list[int] = []
 
             def update(optimizer: ZeroOptimizer = optimizer, seen: list[int] = seen) -> None:
                 optimizer.finish_reduction()  # what is on its way is there, too

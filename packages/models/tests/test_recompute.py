@@ -269,7 +269,7 @@ def expect_alive(
     sequence_parallel: bool = False,
     in_flight: int = 1,
 ) -> None:
-    """Within a thousandth, between forward and backward; and at most a twentieth more than what is said in backward."""
+    """Within a thousandth, between forward and backward; on one rank, in backward, at most a twentieth more than said."""
     model = Transformer(
         config, part=part, tensor=axis, context=context, sequence_parallel=sequence_parallel, recompute=mode,
         dtype=dtype,
@@ -314,8 +314,7 @@ def expect_alive(
     assert kept == pytest.approx(in_flight * (two - one), rel=0.001 + 0.004 * narrow)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     most = one + (in_flight - 1) * (two - one)
-    if (
-        not config.experts and context is None
-    ):  # whose backward has several buffers as large as what they keep
+    # Experts and rings have several buffers in backward that are as large as what they keep; so have collectives.
+    if not config.experts and model.axis.size == model.context.size == 1:
         assert live.peak < 1.05 * (most + gradients)
         assert live.peak > 0.9 * most
