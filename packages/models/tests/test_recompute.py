@@ -269,7 +269,7 @@ def expect_alive(
     sequence_parallel: bool = False,
     in_flight: int = 1,
 ) -> None:
-    """Within a thousandth, between forward and backward; on one rank, in backward, at most a twentieth more than said."""
+    """Within a thousandth, between forward and backward; on one rank, in backward, at most a twentieth more."""
     model = Transformer(
         config, part=part, tensor=axis, context=context, sequence_parallel=sequence_parallel, recompute=mode,
         dtype=dtype,
