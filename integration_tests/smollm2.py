@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pydoc_data.topics
 import resource
 import shutil
@@ -163,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--folder", type=Path, help="where to leave all files; default: nowhere")
     folder: Path | None = parser.parse_args().folder
+    os.environ["HF_HUB_OFFLINE"] = "1"  # all there is to read is here
     with tempfile.TemporaryDirectory(prefix="shardweave-smollm2-") as temporary:
         check((folder or Path(temporary)).absolute())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packages.launcher.tests.commands import run
+from packages.launcher.tests.commands import run, start_joined
 
 from shardweave.launcher.reading import load_config
 from shardweave.models import Transformer, TransformerConfig, from_huggingface, to_huggingface
@@ -102,6 +102,10 @@ def test_mistakes_end_with_status_2_and_a_sentence(published: Path, tmp_path: Pa
     (published / "model.safetensors").unlink()
     assert "holds neither model.safetensors nor" in refused("import", "published", "--out", "run")
     assert not (tmp_path / "run").exists()
+    with start_joined(tmp_path, 1, "export", "run", "--out", "out") as (command,):
+        status, _, err = command.end()
+    assert status == 2
+    assert "`shardweave export` starts its own ranks" in err
 
 
 def test_the_weights_of_a_configuration_that_is_not_theirs_are_refused_before_a_rank_starts(
