@@ -106,7 +106,7 @@ def our_logits(directory: str, tokens: Sequence[int]) -> Tensor:
 
 def train(directory: str, tokens: list[int], axes: dict[str, int], out: str) -> tuple[list[float], float]:
     """[4] Losses, and the peak of this rank's memory in GiB; what was trained is in `out`."""
-    mesh = Mesh(**axes)
+    mesh = Mesh.of(axes)
     shape = huggingface_config(directory)
     keys = (
         f"layers={shape.layers}", f"hidden={shape.hidden}", f"heads={shape.heads}", f"kv_heads={shape.num_kv_heads}",

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from packages.launcher.tests.commands import SHORT, run, run_fresh, start_joined
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardweave.comm import Axis, Mesh, counts_here, set_sharding, sharding_of
 from shardweave.comm.testing import run_ranks
@@ -36,7 +36,7 @@ from shardweave.launcher.verify.layout import capture_reference, verify_layout, 
 from shardweave.launcher.verify.places import KINDS
 from shardweave.launcher.verify.question import ask
 from shardweave.launcher.verify.report import Parting, Report
-from shardweave.models import StepRouters, Transformer
+from shardweave.models import Source, StepRouters, Transformer, TransformerConfig
 from shardweave.pipeline.actions import Action
 from shardweave.pipeline.mailbox import Mailbox
 from shardweave.tensor_parallel import RowParallelLinear
@@ -239,14 +239,20 @@ def swapped_messages(patch: pytest.MonkeyPatch) -> None:
 def other_start(patch: pytest.MonkeyPatch) -> None:
     """An element of the second rank's slice of a parameter starts elsewhere."""
 
-    def build(*arguments: Any, **keywords: Any) -> Transformer:
-        module = Transformer(*arguments, **keywords)
-        if module.axis.rank == 1 and "0" in module.layers:
-            with torch.no_grad():
-                module.get_parameter("layers.0.attention.query.weight")[2, 3] += 1e-3
-        return module
+    right = assembly.source_of
 
-    patch.setattr(assembly, "Transformer", build)
+    def wrong(config: Config, shape: TransformerConfig) -> Source:
+        source = right(config, shape)
+
+        def fill(parameter: nn.Parameter) -> None:
+            source(parameter)
+            record = sharding_of(parameter)
+            if record.name == "layers.0.attention.query.weight" and record.splits[0].offset:
+                parameter[2, 3] += 1e-3
+
+        return fill
+
+    patch.setattr(assembly, "source_of", wrong)
 
 
 def routers_of_one_replica(patch: pytest.MonkeyPatch) -> None:
