@@ -19,12 +19,15 @@ from torch import Tensor
 from shardweave.models import TransformerConfig
 from shardweave.tensor_parallel import RotaryScaling
 
-__all__ = ["THEIRS", "Family", "by_our_names", "in_float64", "tiny"]
+__all__ = ["OTHERS", "THEIRS", "Family", "by_our_names", "in_float64", "tiny"]
 
 Family = Literal[
-    "gpt2", "bloom", "neox", "neox_sequential", "llama", "llama_tied", "llama_bias", "llama_scaled", "mixtral"
-]
-THEIRS: tuple[Family, ...] = get_args(Family)
+    "gpt2", "bloom", "neox", "neox_sequential", "llama", "llama_tied", "llama_bias", "llama_scaled", "mixtral",
+    "llama_yarn", "opt",
+]  # fmt: skip
+OTHERS: tuple[Family, ...] = ("llama_yarn", "opt")
+"""Whose files are another matter."""
+THEIRS: tuple[Family, ...] = tuple(family for family in get_args(Family) if family not in OTHERS)
 
 _LAYERS, _HIDDEN, _HEADS, _VOCAB, _SEQUENCE = 2, 32, 4, 61, 64
 _FFN = 90
@@ -64,6 +67,8 @@ def by_our_names(config: TransformerConfig, theirs: Mapping[str, Tensor]) -> dic
         _take(found, ours, theirs, name)
     if config.tie_embeddings:
         found.pop("head.weight", None)
+    if "position.weight" in found:  # OPT's has rows before the first position
+        found["position.weight"] = found["position.weight"][-config.sequence :]
     for layer in range(config.layers):
         at, there = f"layers.{layer}.", f"{names.block}.{layer}."
         for ours, name in names.layer.items():
@@ -143,6 +148,20 @@ _NAMES = (
         },
         fused={("mlp.gate", "mlp.up"): "mlp.experts.gate_up_proj", ("mlp.down",): "mlp.experts.down_proj"},
     ),
+    _Names(
+        ends={
+            "embedding": "model.decoder.embed_tokens", "position": "model.decoder.embed_positions",
+            "norm": "model.decoder.final_layer_norm",
+        },
+        block="model.decoder.layers",
+        layer={
+            "attention_norm": "self_attn_layer_norm", "attention.query": "self_attn.q_proj",
+            "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+            "attention.output": "self_attn.out_proj", "mlp_norm": "final_layer_norm", "mlp.up": "fc1",
+            "mlp.down": "fc2",
+        },
+        fused={},
+    ),
 )  # fmt: skip
 
 
@@ -212,18 +231,21 @@ def _neox(family: str) -> tuple[Any, TransformerConfig]:
 
 _SCALING = RotaryScaling(kind="llama3", factor=8.0, original=12)
 """Of the four pairs of a head one is slowed down in full, one stays, and two are between."""
+_YARN = RotaryScaling(kind="yarn", factor=4.0, original=16)
 
 
 def _llama(family: str) -> tuple[Any, TransformerConfig]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tied, bias, scaled = (family == f"llama_{kind}" for kind in ("tied", "bias", "scaled"))
+    tied, bias = family == "llama_tied", family == "llama_bias"
+    scaling = {"llama_scaled": _SCALING, "llama_yarn": _YARN}.get(family)
     turning: dict[str, Any] = {"rope_type": "default", "rope_theta": 20.0}
-    if scaled:
+    if scaling is not None:
         turning |= {
-            "rope_type": "llama3", "factor": _SCALING.factor, "low_freq_factor": _SCALING.low,
-            "high_freq_factor": _SCALING.high, "original_max_position_embeddings": _SCALING.original,
+            "rope_type": scaling.kind, "factor": scaling.factor, "original_max_position_embeddings": scaling.original
         }  # fmt: skip
+    if scaling is _SCALING:
+        turning |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
     theirs = LlamaConfig(
         vocab_size=_VOCAB, hidden_size=_HIDDEN, num_hidden_layers=_LAYERS, num_attention_heads=_HEADS,
         num_key_value_heads=2, head_dim=12 if tied else None, intermediate_size=_FFN,
@@ -232,7 +254,7 @@ def _llama(family: str) -> tuple[Any, TransformerConfig]:
     )  # fmt: skip
     ours = _shape(
         kv_heads=2, head_dim=12 if tied else None, ffn=_FFN, position="rotary", rotary_base=20.0,
-        rotary_scaling=_SCALING if scaled else None, norm="rmsnorm", norm_eps=1e-6, activation="swiglu",
+        rotary_scaling=scaling, norm="rmsnorm", norm_eps=1e-6, activation="swiglu",
         tie_embeddings=tied, attention_bias=bias, mlp_bias=bias,
     )  # fmt: skip
     return LlamaForCausalLM(theirs), ours
@@ -254,4 +276,15 @@ def _mixtral(family: str) -> tuple[Any, TransformerConfig]:
     return MixtralForCausalLM(theirs), ours
 
 
-_MAKERS = {"gpt2": _gpt2, "bloom": _bloom, "neox": _neox, "llama": _llama, "mixtral": _mixtral}
+def _opt(family: str) -> tuple[Any, TransformerConfig]:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    theirs = OPTConfig(
+        vocab_size=_VOCAB, hidden_size=_HIDDEN, num_hidden_layers=_LAYERS, num_attention_heads=_HEADS, ffn_dim=_FFN,
+        max_position_embeddings=_SEQUENCE, word_embed_proj_dim=_HIDDEN, pad_token_id=None, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return OPTForCausalLM(theirs), _shape(ffn=_FFN, position="learned", activation="relu")
+
+
+_MAKERS = {"gpt2": _gpt2, "bloom": _bloom, "neox": _neox, "llama": _llama, "mixtral": _mixtral, "opt": _opt}
