@@ -44,6 +44,18 @@ def test_messages_of_one_tag_arrive_in_order_and_tags_keep_apart() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_complex_numbers_and_memory_in_pieces_travel() -> None:
+    axis = Mesh(pp=2).pp
+    value = (torch.arange(6).reshape(2, 3) * (1 + 2j)).t()
+    if axis.is_first:
+        assert comm.send(value, axis, 1) is value
+    else:
+        buffer = torch.zeros(2, 3, dtype=value.dtype).t()
+        assert comm.receive(buffer, axis, 0) is buffer
+        assert torch.equal(buffer, value)
+
+
+@pytest.mark.ranks(2)
 def test_sends_are_counted_by_the_sender() -> None:
     axis = Mesh(pp=2).pp
     if axis.is_first:

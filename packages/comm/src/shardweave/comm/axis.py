@@ -122,6 +122,13 @@ class Axis:
         return self.neighbours.circle(self.ranks, f"{self.group.group_name} {self.channel}")
 
     @cached_property
+    def group_ranks(self) -> tuple[int, ...]:
+        """The axis' ranks as ``group`` numbers them: the same as positions, unless the group holds further ranks."""
+        if self.group is None:
+            raise ValueError(f"{self!r} has no process group, because it has no other rank")
+        return tuple(dist.get_group_rank(self.group, rank) for rank in self.ranks)
+
+    @cached_property
     def members(self) -> str:
         """``ranks`` as text, as a key that is hashed once."""
         return ",".join(map(str, self.ranks))

@@ -10,6 +10,7 @@ events on that stream, and they are known when the stream has come so far, not b
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -54,36 +55,36 @@ class Booking:
     several rounds knows what it sent.
     """
 
+    __slots__ = ("_elements", "_sent", "_size", "key", "ledger")
+
     def __init__(
         self, axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]
     ) -> None:
         self.ledger = axis.ledger
-        self.key = LedgerKey(axis.name, kind, axis.link, dtype_name(tensor.dtype))
-        self._elements, self._size = elements, elements * tensor.element_size()
+        self.key = _key(axis.name, kind, axis.link, tensor.dtype)
+        self._elements, self._size = elements, elements * tensor.itemsize
         self._sent = sent
 
     def enter(self, seconds: float, exposed: float) -> None:
         key, sent = self.key, self._sent()
         far = key.link == "network"
         here = sent.network if far else sent.node
-        self.ledger.add(key, 1, self._elements, self._size, here, max(seconds, exposed), exposed)
+        longest = seconds if seconds > exposed else exposed
+        self.ledger.add(key, 1, self._elements, self._size, here, longest, exposed)
         if far and sent.node:  # see [Note: Two links, one call]
-            inside = LedgerKey(key.axis, key.kind, "node", key.dtype)
-            self.ledger.add(inside, 0, 0, 0, sent.node, 0.0, 0.0)
+            self.ledger.add(key._replace(link="node"), 0, 0, 0, sent.node, 0.0, 0.0)
 
 
-class HostEntry:
-    """By the host's clock."""
+class HostEntry(Booking):
+    """By the host's clock. One object with what is booked, as one is made for every call."""
 
-    def __init__(self, booking: Booking) -> None:
-        self._booking = booking
-        self._before = 0.0
+    __slots__ = ("_before",)
 
     def waits(self) -> None:
         self._before = time.perf_counter()
 
     def waited(self, seconds: float) -> None:
-        self._booking.enter(seconds, time.perf_counter() - self._before)
+        self.enter(seconds, time.perf_counter() - self._before)
 
 
 class DeviceEntry:
@@ -118,10 +119,15 @@ class DeviceEntry:
         return event
 
 
+@functools.cache  # there are few, and every call needs one
+def _key(axis: str, kind: str, link: str, dtype: torch.dtype) -> LedgerKey:
+    return LedgerKey(axis, kind, link, dtype_name(dtype))
+
+
 def entry_of(axis: Axis, kind: str, tensor: Tensor, elements: int, sent: Callable[[], Sent]) -> Entry:
     """The entry of a call that is launched now; the arguments are those of the booking."""
+    if tensor.is_cpu:
+        return HostEntry(axis, kind, tensor, elements, sent)
     booking = Booking(axis, kind, tensor, elements, sent)
-    if tensor.device.type == "cpu":
-        return HostEntry(booking)
     device = tensor.device
     return DeviceEntry(booking, lambda: torch.Event(device, enable_timing=True))

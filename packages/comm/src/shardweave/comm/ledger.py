@@ -29,13 +29,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Ledger", "LedgerKey", "Traffic"]
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerKey:
-    """What one entry of a ledger is about."""
+class LedgerKey(NamedTuple):
+    """What one entry of a ledger is about. Looked up for every call, so it is cheap to look up."""
 
     axis: str
     """Name of the mesh axis."""

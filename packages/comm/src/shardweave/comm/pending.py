@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from .books import Entry
 from .guards import Ticket
@@ -24,6 +24,8 @@ class Pending(Generic[T]):
     outputs must not be read and inputs must not be written. Whoever launches waits, also for a send.
     """
 
+    __slots__ = ("_entry", "_finish", "_launched", "_result", "_ticket", "_works")
+
     def __init__(
         self,
         works: Sequence[StreamWork],
@@ -33,12 +35,12 @@ class Pending(Generic[T]):
         ticket: Ticket | None = None,
     ) -> None:
         """``entry``: in the ledger. ``ticket``: with which the guard follows the call."""
-        self._works = list(works)
+        self._works = works
         self._finish: Callable[[], T] | None = finish
         self._entry = entry
         self._ticket = ticket
         self._launched = time.perf_counter()
-        self._result: list[T] = []
+        self._result: T | None = None
 
     @classmethod
     def ready(cls, result: T) -> Pending[T]:
@@ -67,7 +69,7 @@ class Pending(Generic[T]):
                     self._complete(self._finish)
                 if self._ticket.on_device:
                     self._ticket.keep(works)
-        return self._result[0]
+        return cast(T, self._result)
 
     def _complete(self, finish: Callable[[], T]) -> None:
         if self._entry is not None:
@@ -75,15 +77,19 @@ class Pending(Generic[T]):
         for work in self._works:
             work.wait()
         seconds = self._under_way(time.perf_counter())
-        self._finish, self._works = None, []
-        self._result.append(finish())
+        self._finish, self._works = None, ()
+        self._result = finish()
         if self._entry is not None:
             self._entry.waited(seconds)
 
     def _under_way(self, now: float) -> float:
         """Seconds that the works took. A backend does not say when it was done: then until it was seen so, ``now``."""
-        timed = [work for work in self._works if isinstance(work, TimedWork)]
-        return sum(work.seconds for work in timed) if len(timed) == len(self._works) else now - self._launched
+        seconds = 0.0
+        for work in self._works:
+            if not isinstance(work, TimedWork):
+                return now - self._launched
+            seconds += work.seconds
+        return seconds
 
 
 def wait_when_dropped(owner: object, travelling: Iterable[tuple[Any, Pending[Any]]]) -> None:

@@ -7,8 +7,7 @@ schedule can stand in a docstring, a test or a file exactly as it runs.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, Self, cast, get_args
 
 __all__ = ["Action", "Kind"]
 
@@ -27,20 +26,27 @@ _KINDS: tuple[str, ...] = get_args(Kind)
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One kind of work, on one stage, for one micro-batch; in text ``2F0``: stage 2, forward, micro-batch 0."""
-
+class _Fields(NamedTuple):
     kind: Kind
     stage: int
     micro_batch: int
 
-    def __post_init__(self) -> None:
-        if self.kind not in _KINDS or self.stage < 0 or self.micro_batch < 0:
+
+class Action(_Fields):
+    """One kind of work, on one stage, for one micro-batch; in text ``2F0``: stage 2, forward, micro-batch 0.
+
+    A tuple, because a running pipeline looks values up by it several times for every message.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, kind: Kind, stage: int, micro_batch: int) -> Self:
+        if kind not in _KINDS or stage < 0 or micro_batch < 0:
             raise ValueError(
-                f"no such action: kind {self.kind!r}, stage {self.stage}, micro-batch {self.micro_batch}; "
+                f"no such action: kind {kind!r}, stage {stage}, micro-batch {micro_batch}; "
                 f"the kind is one of {', '.join(_KINDS)} and the numbers count from 0"
             )
+        return super().__new__(cls, kind, stage, micro_batch)
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ class Holds:
             work.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """What one call of a stage gave."""
 
     leaves: tuple[Tensor, ...]
@@ -145,7 +144,7 @@ class Execution:
         if not stage.is_last:
             tensors = parts_of(made.output)
             # Detached: the next stage's graph begins with its own leaves, also when it is on this rank.
-            self._mailbox.put(action, tuple(tensor.detach() for tensor in tensors), made.signature)
+            self._mailbox.put(action, tuple([tensor.detach() for tensor in tensors]), made.signature)
         elif made.loss is not None:
             self._add(made.loss.detach())
         elif self.outputs is not None:
@@ -165,7 +164,9 @@ class Execution:
         source = Action("F", action.stage - 1, action.micro_batch)
         tensors = self._mailbox.take(source)
         signature = self._mailbox.signature(source)
-        return Received(tensors, tuple(spec.requires_grad for spec in signature.tensors), signature.names)
+        # The memory of what arrived as a message is this value's alone; a recomputed stage watches its version.
+        is_own = source.stage not in self._stages and action.stage not in self._recompute
+        return Received(tensors, signature.wanted, signature.names, is_own)
 
     def _call(self, action: Action, received: Received) -> _Made:
         """The stage's forward, and on the last stage the loss."""
@@ -186,7 +187,7 @@ class Execution:
     def _kept(self, stage: Stage, made: _Made) -> Running:
         """What backward needs of a call."""
         outputs = (made.loss,) if made.loss is not None else () if stage.is_last else parts_of(made.output)
-        edges = tuple(get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad)
+        edges = tuple([get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad])
         seeds: tuple[Tensor, ...] = ()
         if made.loss is not None and edges:
             seeds = (self._seed(made.loss),)

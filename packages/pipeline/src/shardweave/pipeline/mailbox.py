@@ -82,6 +82,7 @@ class Mailbox:
         exchange: Callable[[Sequence[Message]], list[Pending[Tensor]]] = comm.exchange,
     ) -> None:
         self._axis, self._shapes, self._device, self._tagged = axis, shapes, device, tagged
+        self._headers_go = shapes.headers
         self._post = exchange
         self._outgoing: dict[Action, tuple[Tensor, ...]] = {}
         self._signatures: dict[Action, Signature] = {}  # of forward values, put or taken
@@ -102,10 +103,12 @@ class Mailbox:
 
     def take(self, action: Action) -> tuple[Tensor, ...]:
         """What ``action`` produced, once it is there; each value is taken once."""
-        if action in self._outgoing:  # the neighbouring stage is on this rank
-            return self._outgoing.pop(action)
-        self._read_header(action)
-        return tuple(pending.wait() for pending in self._arriving.pop(action))
+        here = self._outgoing.pop(action, None)
+        if here is not None:  # the neighbouring stage is on this rank
+            return here
+        if self._headers_go:
+            self._read_header(action)
+        return tuple([pending.wait() for pending in self._arriving.pop(action)])
 
     def take_gradient(self, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         """What the backward of ``stage`` produced, be it a whole one or the input's half."""
@@ -119,7 +122,7 @@ class Mailbox:
 
     def post(self, transfers: Sequence[Transfer]) -> None:
         """Posts sends and receives in this order, without waiting, but see [Note: Tags and order]."""
-        if self._tagged or not self._shapes.headers:
+        if self._tagged or not self._headers_go:
             self._exchange([(transfer, self._messages(transfer)) for transfer in transfers])
             return
         for transfer in transfers:
@@ -154,15 +157,17 @@ class Mailbox:
     def _exchange(self, batch: Sequence[tuple[Transfer, list[Message]]]) -> None:
         """Posts the messages of several transfers together and files the handles."""
         self._settle_done()
-        handles = iter(self._post([message for _, messages in batch for message in messages]))
+        handles = self._post([message for _, messages in batch for message in messages])
+        end = 0
         for transfer, messages in batch:
-            mine = [next(handles) for _ in messages]
+            begin, end = end, end + len(messages)
+            mine, action = handles[begin:end], transfer.action
             if transfer.is_send:
-                self._sending.setdefault(transfer.action, []).extend(mine)
-            elif mine and self._is_headed(transfer.action):
-                self._headers[transfer.action] = (mine[0], transfer.peer)
+                self._sending.setdefault(action, []).extend(mine)
+            elif mine and self._is_headed(action):
+                self._headers[action] = (mine[0], transfer.peer)
             else:
-                self._arriving[transfer.action] = mine
+                self._arriving[action] = mine
 
     def _messages(self, transfer: Transfer) -> list[Message]:
         action, peer = transfer.action, transfer.peer
@@ -207,7 +212,7 @@ class Mailbox:
         self._arriving[action] = self._post(self._receives(action, peer))
 
     def _is_headed(self, action: Action) -> bool:
-        return action.kind == "F" and self._shapes.headers
+        return self._headers_go and action.kind == "F"
 
     def _tag(self, action: Action, part: int) -> int:
         """The same number on both ends, different for all messages that can be under way together."""

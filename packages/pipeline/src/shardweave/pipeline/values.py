@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -66,7 +67,7 @@ class TensorSpec:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' (grad)' if self.requires_grad else ''}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signature:
     """Everything a receiver has to know of a value."""
 
@@ -76,17 +77,32 @@ class Signature:
     names: tuple[str, ...] | None = None
     """Those of a dict, one per tensor; ``None`` for other values."""
 
-    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Buffers to receive it into."""
-        return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self.tensors)
+    @cached_property
+    def wanted(self) -> tuple[bool, ...]:
+        """Of which tensors a gradient is wanted."""
+        return tuple(spec.requires_grad for spec in self.tensors)
 
-    def empty_gradients(self, device: torch.device) -> tuple[Tensor, ...]:
+    def describes(self, value: Value) -> bool:
+        """Whether it is the signature of ``value``; far quicker than making that."""
+        parts = parts_of(value)
+        if isinstance(value, tuple) != self.is_tuple or len(parts) != len(self.tensors):
+            return False
+        for part, spec in zip(parts, self.tensors, strict=True):
+            if (part.shape, part.dtype, part.requires_grad) != (spec.shape, spec.dtype, spec.requires_grad):
+                return False
+        return names_of(value) == self.names
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Buffers to receive it into."""
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self.tensors]
+
+    def empty_gradients(self, device: torch.device) -> list[Tensor]:
         """Buffers for the gradients of those tensors that require one."""
-        return tuple(
+        return [
             torch.empty(spec.shape, dtype=spec.dtype, device=device)
             for spec in self.tensors
             if spec.requires_grad
-        )
+        ]
 
     def __str__(self) -> str:
         if self.names is not None:
@@ -148,24 +164,33 @@ class Headers:
     def __init__(self) -> None:
         self._encoded: dict[Signature, Tensor] = {}
         self._decoded: dict[tuple[int, ...], Signature] = {}
+        # The last ones, which need no look into a dictionary.
+        self._sent: tuple[Signature, Tensor] | None = None
+        self._read: tuple[Tensor, Signature] | None = None
 
     def encode(self, signature: Signature, where: str, device: torch.device) -> Tensor:
         """The header on ``device``, which nobody may write to; errors as in :func:`encode`."""
+        if self._sent is not None and signature is self._sent[0]:
+            return self._sent[1]
         header = self._encoded.get(signature)
         if header is None:
             if len(self._encoded) >= self._MOST:
                 self._encoded.clear()
             header = self._encoded[signature] = encode(signature, where).to(device)
+        self._sent = signature, header
         return header
 
     def decode(self, header: Tensor) -> Signature:
         """What the header says."""
+        if self._read is not None and torch.equal(header, self._read[0]):
+            return self._read[1]
         numbers = tuple(header.tolist())
         signature = self._decoded.get(numbers)
         if signature is None:
             if len(self._decoded) >= self._MOST:
                 self._decoded.clear()
             signature = self._decoded[numbers] = decode(header)
+        self._read = header, signature
         return signature
 
 
