@@ -60,7 +60,8 @@ def test_names_that_a_header_does_not_hold_are_refused() -> None:
 def test_a_signature_describes_what_has_the_same_one() -> None:
     x, y = torch.zeros(2, 3), torch.zeros(2, 3, requires_grad=True)
     values: list[Value] = [
-        x, y, x.double(), torch.zeros(3, 2), (x,), (x, x), (x, y), (), {"x": x}, {"y": x}, {"x": x, "y": y}, {"y": x, "x": y}
+        x, y, x.double(), torch.zeros(3, 2), (x,), (x, x), (x, y), (),
+        {"x": x}, {"y": x}, {"x": x, "y": y}, {"y": x, "x": y},
     ]  # fmt: skip
     for one in values:
         assert [signature_of(one).describes(other) for other in values] == [one is other for other in values]

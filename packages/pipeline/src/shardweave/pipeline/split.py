@@ -40,6 +40,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from shardweave.comm import WeightGradients, gradient_work
 
+from .engine import backward, gradients_of
+
 __all__ = ["backward_of_inputs"]
 
 _PRODUCTS = {
@@ -105,7 +107,7 @@ def backward_of_inputs(
     """
     leaves, late = _plan(outputs, trained)
     if not late:
-        torch.autograd.backward(outputs, list(gradients))
+        backward(outputs, gradients)
         return
     caught: list[_Late] = []
     owners = {}
@@ -113,10 +115,9 @@ def backward_of_inputs(
         hook = _Late(caught)
         node.register_prehook(hook)
         owners[hook] = (GradientEdge(node, 0), weights)
-    wanted = [*leaves, *(edge for edge, _ in owners.values())]
-    # The types of torch know tensors only; GradientEdge is documented.
+    wanted: list[Tensor | GradientEdge] = [*leaves, *(edge for edge, _ in owners.values())]
     try:
-        torch.autograd.backward(outputs, list(gradients), retain_graph=True, inputs=wanted)  # type: ignore[arg-type]
+        backward(outputs, gradients, retain_graph=True, inputs=wanted)
         arrivals = tuple(caught)
     finally:
         caught.clear()  # the hooks hold it
@@ -134,7 +135,7 @@ class _Second:
         self._edge, self._weights, self._arrived = edge, weights, arrived
 
     def __call__(self) -> None:
-        found = torch.autograd.grad([self._edge], self._weights, [self._arrived], allow_unused=True)
+        found = gradients_of(self._weights, self._edge, self._arrived)
         for weight, gradient in zip(self._weights, found, strict=True):
             if gradient is not None:
                 _accumulate(weight, gradient, self._arrived)

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardweave.comm import WeightGradients, gradient_work
 
+from .engine import backward
 from .split import backward_of_inputs
 from .values import Signature, Value, signature_of, tensors_of
 
@@ -162,7 +163,7 @@ class Stage:
         on has gradient zero.
         """
         if running.outputs:
-            torch.autograd.backward(running.outputs, list(gradients))
+            backward(running.outputs, gradients)
         return _taken(running.inputs)
 
     def input_backward(
