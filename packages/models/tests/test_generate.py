@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from packages.models.tests.reference import FAMILIES, batch_of, build
+from packages.models.tests.reference import FAMILIES, MIXTURES, batch_of, build
+from torch import Tensor, nn
 
-from shardweave.models import Part, Transformer, generate
+from shardweave.comm import Mesh
+from shardweave.models import Part, Transformer, continue_text, continue_texts, generate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,3 +73,78 @@ def test_wrong_arguments_are_named() -> None:
     part = Transformer(FAMILIES["gpt2"], part=Part(0, 2, embedding=True, head=False))
     with pytest.raises(ValueError, match="split"):
         generate(part, prompt, 1)
+    with pytest.raises(ValueError, match="generators: 1 for 2 texts"):
+        continue_texts(lambda texts: None, [prompt, prompt], 1, generators=[torch.Generator()])
+    with pytest.raises(ValueError, match="step: gave no logits"):
+        continue_text(lambda text: None, prompt, 1)
+
+
+def _given(model: Transformer) -> list[int]:
+    """How many tokens each pass is given from now on."""
+    lengths: list[int] = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        lengths.append(inputs[0].shape[1])
+
+    model.register_forward_pre_hook(note)
+    return lengths
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_the_text_is_the_same_with_a_cache(family: str) -> None:
+    """Up to the end of the sequence of 8 and beyond it, where the window moves and nothing can be kept."""
+    config = {**FAMILIES, **MIXTURES}[family]
+    model = build(config)
+    given = _given(model)
+    for start, new in ((3, 5), (1, 9), (8, 2), (10, 2)):
+        prompt = batch_of(config, sequence=start)[0]
+        for temperature in (0.0, 1.5):
+            texts = []
+            for cache in (True, False):
+                given.clear()
+                texts.append(generate(model, prompt, new, temperature=temperature, top_k=7, cache=cache))
+                without = [min(start + count, 8) for count in range(new)]
+                kept = [start if not count else 1 if start + count <= 8 else 8 for count in range(new)]
+                kept = without if not cache or start >= 8 or config.expert_capacity else kept
+                assert given == kept
+            assert torch.equal(*texts)
+
+
+@pytest.mark.ranks(4)
+def test_the_text_is_the_same_over_ranks() -> None:
+    """Four ranks and two, each with a generator of its own, of which the first one's counts."""
+    for axis in (Mesh(tp=4).tp, Mesh(dp=2, tp=2).tp):
+        for config in (*FAMILIES.values(), *MIXTURES.values()):
+            prompt = batch_of(config)[0][:, :4]
+            for temperature in (0.0, 1.5):
+                own, first = (torch.Generator().manual_seed(seed) for seed in (axis.rank, 0))
+                found = generate(
+                    build(config, tensor=axis), prompt, 6, temperature=temperature, generator=own
+                )
+                assert torch.equal(
+                    found, generate(build(config), prompt, 6, temperature=temperature, generator=first)
+                )
+    with pytest.raises(ValueError, match=r"generate: .*sequence_parallel=True"):
+        generate(build(config, tensor=axis, sequence_parallel=True), prompt, 1)
+
+
+def test_texts_do_not_depend_on_the_others_beside_them() -> None:
+    """Of different lengths, in one loop, with a step of one's own; and picks go through `share`."""
+    model = build(FAMILIES["plain"]).eval()
+    prompts = [batch_of(FAMILIES["plain"], sequence=length)[0][:rows] for length, rows in ((2, 1), (5, 3))]
+    shared: list[int] = []
+
+    def step(texts: Sequence[Tensor]) -> list[Tensor]:
+        return [model(text)[-1] for text in texts]
+
+    def share(picked: Tensor | None) -> Tensor:
+        assert picked is not None
+        shared.append(len(picked))
+        return picked
+
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    with torch.no_grad():
+        texts = continue_texts(step, prompts, 3, generators=generators, share=share)
+    assert shared == [4, 4, 4]
+    for seed, prompt, text in zip((3, 4), prompts, texts, strict=True):
+        assert torch.equal(text, generate(model, prompt, 3, generator=torch.Generator().manual_seed(seed)))

@@ -13,7 +13,8 @@ flops                   :func:`flops`: operations of a step; :class:`FlopCount`
 memory                  :func:`memory`: bytes of one rank by kind; :class:`MemoryUse`
 recompute               :class:`Recompute`: what the backward pass computes again instead of keeping it
 routers                 :class:`StepRouters`: losses of mixtures of experts, and what their routers did
-generate                :func:`generate`: continue a text in one process
+generate                :func:`generate`: continue a text; :func:`continue_texts` with a forward pass of one's own
+cache                   :func:`make_cache`: keys and values of the tokens before; :func:`cache_bytes`
 ======================  =====================================================================================
 
 The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``, ``dropout``) and how sequences are cut
@@ -23,9 +24,10 @@ The parts of a block (``norms``, ``mlp``, ``mixture``, ``block``, ``embedding``,
 from __future__ import annotations
 
 from ._version import __version__
+from .cache import Cache, cache_bytes, make_cache
 from .config import TransformerConfig
 from .flops import FlopCount, ForwardFlops, flops, forward_flops
-from .generate import generate
+from .generate import TextWindow, continue_text, continue_texts, generate
 from .huggingface import (
     FromHuggingFace,
     HuggingFaceError,
@@ -48,6 +50,7 @@ __all__ = [
     "KINDS",
     "OPERATIONS",
     "PRESETS",
+    "Cache",
     "Constant",
     "Drawn",
     "FlopCount",
@@ -64,10 +67,14 @@ __all__ = [
     "RouterStatistics",
     "Source",
     "StepRouters",
+    "TextWindow",
     "Transformer",
     "TransformerConfig",
     "__version__",
+    "cache_bytes",
     "check_preset_sizes",
+    "continue_text",
+    "continue_texts",
     "count_parameters",
     "fill",
     "flops",
@@ -79,6 +86,7 @@ __all__ = [
     "layer_costs",
     "load_huggingface",
     "local_shape",
+    "make_cache",
     "memory",
     "parameter_kinds",
     "parameter_shapes",

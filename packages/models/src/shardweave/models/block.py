@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from shardweave.comm import Axis
-from shardweave.tensor_parallel import Alibi, MixtureOfExperts, Overlap, ParallelAttention, Rotary
+from shardweave.tensor_parallel import (
+    Alibi,
+    LayerCache,
+    MixtureOfExperts,
+    Overlap,
+    ParallelAttention,
+    Rotary,
+)
 
 from .config import TransformerConfig
 from .dropout import Masks
@@ -101,11 +108,12 @@ class Block(nn.Module):
         masks: Masks,
         documents: Tensor | None = None,
         routers: MicroBatchRouters | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """``[s, b, h]`` to the same shape; ``documents``: ``[b, s]`` of the whole sequence; ``routers``: where the
-        router's losses count and what it did is noted."""
+        router's losses count and what it did is noted; ``cache``: the tokens before, which these are added to."""
         keys = masks.attention_keys(self.layer)
-        attended = self.attention(self.attention_norm(x), keys=keys, documents=documents)
+        attended = self.attention(self.attention_norm(x), keys=keys, documents=documents, cache=cache)
         y = x + masks.drop(attended, self.layer, "attention_output")
         normed = self.mlp_norm(x if self.parallel_residual else y)
         return y + masks.drop(self._fed_forward(normed, routers), self.layer, "mlp_output")

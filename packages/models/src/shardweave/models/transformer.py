@@ -48,6 +48,7 @@ from shardweave.tensor_parallel import (
 )
 
 from .block import Block
+from .cache import Cache
 from .config import TransformerConfig
 from .dropout import Masks, streams_from_torch
 from .embedding import PositionEmbedding
@@ -240,6 +241,8 @@ class Transformer(nn.Module):
         streams: DropoutStreams | None = None,
         documents: Tensor | None = None,
         routers: MicroBatchRouters | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Hidden states or, of a part with the head and without ``chunked_loss``, logits.
 
@@ -261,23 +264,30 @@ class Transformer(nn.Module):
         ``routers``: of a model with experts, what their losses are multiplied by, and where what they did is noted
         (:class:`.StepRouters`). In evaluation nothing is noted.
 
+        ``cache``: of this rank's parts (:func:`.make_cache`); ``x`` are the tokens behind those in it, and are added to
+        it. In evaluation, without autograd. ``last_only``: a part with the head gives the last token's output alone,
+        ``[1, b, ...]``; on other parts it changes nothing.
+
         Raises:
             ValueError: for an ``x`` of another shape, and in training for a config with losses of routers and no
-                ``routers`` that would say how they count.
+                ``routers`` that would say how they count; for a ``cache`` that ``x`` does not fit into, or that goes
+                with something whose tokens cannot be taken one after the other, which the text names.
         """
-        sequence, batch = self._measure(x)
+        sequence, batch = self._measure(x, cache)
+        self._check_pieces(documents, cache, last_only)
         routers = routers_of_pass(self.config, routers, training=self.training)
         if documents is not None:
             check_documents(documents, (batch, sequence))
         local = self._cut.positions(sequence, x.device)
         masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
-            x = self._embed(x, local, masks, documents)
+            x = self._embed(x, local, masks, documents, cache)
         for layer, block in zip(self.part.layers, self.layers.values(), strict=True):
-            x = self.recompute.run(block, layer, x, masks, documents, routers)
+            kept = None if cache is None else cache.layers[layer]
+            x = self.recompute.run(block, layer, x, masks, documents, routers, kept)
         if not self.part.head:
             return x
-        x = self.norm(x)
+        x = self.norm(x[-1:] if last_only else x)
         return x if self.chunked_loss else self._head(x)
 
     def loss(self, output: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
@@ -343,8 +353,8 @@ class Transformer(nn.Module):
             router = cast(MixtureOfExperts, block.mlp).router
             router.move_bias(statistics.counts[layer].to(router.weight.device), rate)
 
-    def _measure(self, x: Tensor) -> tuple[int, int]:
-        """Length of the whole sequence and batch size of ``x``, checked."""
+    def _measure(self, x: Tensor, cache: Cache | None) -> tuple[int, int]:
+        """Length of the whole sequence and batch size of ``x``, checked; with a cache, of what is new of it."""
         if self.part.embedding:
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"tokens are [b, s] integers, not {tuple(x.shape)} of {x.dtype}")
@@ -354,12 +364,37 @@ class Transformer(nn.Module):
             if x.dim() != 3 or x.shape[-1] != self.config.hidden:
                 raise ValueError(f"hidden states are [s, b, {self.config.hidden}], not {tuple(x.shape)}")
             sequence, batch = x.shape[0] * self._cut.ranks, x.shape[1]
-        if self.config.position == "learned" and sequence > self.config.sequence:
+        if cache is not None:
+            cache.check(self.part, batch, sequence)
+        before = cache.embedded if cache is not None and self.part.embedding else 0
+        if self.config.position == "learned" and before + sequence > self.config.sequence:
             raise ValueError(
-                f"{sequence} tokens, but there are learned positions for {self.config.sequence}; "
+                f"{before + sequence} tokens, but there are learned positions for {self.config.sequence}; "
                 "shorten the input or raise sequence"
             )
         return sequence, batch
+
+    def _check_pieces(self, documents: Tensor | None, cache: Cache | None, last_only: bool) -> None:
+        """Refuses what needs whole sequences where they are given in pieces, or their last token is asked for."""
+        what = "cache" if cache is not None else "last_only"
+        if cache is None and not last_only:
+            return
+        if self.context.size > 1 or self.sequence_parallel:
+            which = f"context={self.context!r}" if self.context.size > 1 else "sequence_parallel=True"
+            raise ValueError(f"{what}: {which} cuts the sequence over ranks; build the model without it")
+        if cache is None:
+            return
+        if self.training:
+            raise ValueError(
+                "cache: the model is in training mode, where it would see other tokens; call eval()"
+            )
+        if documents is not None:
+            raise ValueError("cache: documents are given; give each document a row and a cache of its own")
+        if self.config.expert_capacity is not None:
+            raise ValueError(
+                f"cache: expert_capacity {self.config.expert_capacity} lets tokens of a whole sequence compete for "
+                "experts, so a token cannot be computed without the others; leave the cache out"
+            )
 
     def local_positions(self, length: int, device: torch.device) -> Tensor:
         """Where in the whole sequence the ``length`` tokens are whose hidden states this rank holds between the layers.
@@ -389,7 +424,10 @@ class Transformer(nn.Module):
             local=local,
         )
 
-    def _embed(self, tokens: Tensor, local: Tensor, masks: Masks, documents: Tensor | None) -> Tensor:
+    def _embed(
+        self, tokens: Tensor, local: Tensor, masks: Masks, documents: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        before = 0 if cache is None else cache.embedded
         own = cut_context(tokens, self.context, 1)
         x: Tensor = self.embedding(own.t())  # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
         if self.config.position == "learned" and documents is not None:
@@ -397,9 +435,11 @@ class Transformer(nn.Module):
         elif self.config.position == "learned" and self.context.size > 1:
             x = self.position(x, positions=local)
         elif self.config.position == "learned":
-            x = self.position(x, self._cut.shared.rank * len(local))
+            x = self.position(x, before + self._cut.shared.rank * len(local))
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
+        if cache is not None:
+            cache.embedded += len(local)
         return masks.drop(x, 0, "embedding")
 
     def _head(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ embedding               :class:`VocabParallelEmbedding`
 cross_entropy           :func:`vocab_parallel_cross_entropy`: the loss without gathering logits
 head_loss               :func:`vocab_parallel_head_loss`: output product and loss, never holding all logits
 attention               :class:`ParallelAttention`, with :class:`Rotary`, :class:`Alibi`
+cache                   :class:`LayerCache`: keys and values of the tokens before, to continue a text
 rotary_scaling          :class:`RotaryScaling`, :func:`rotary_frequencies`: rotary for longer sequences than trained on
 context                 :func:`cut_context`, :func:`gather_context`, :func:`context_positions`,
                         :func:`check_context`: who holds which tokens of a sequence
@@ -34,6 +35,7 @@ from __future__ import annotations
 from ._version import __version__
 from .alibi import Alibi, alibi_bias, alibi_slopes
 from .attention import ParallelAttention
+from .cache import LayerCache
 from .context import check_context, context_positions, cut_context, gather_context
 from .cross_entropy import vocab_parallel_cross_entropy
 from .documents import check_documents, document_positions, document_targets
@@ -74,6 +76,7 @@ __all__ = [
     "FusedColumnLinear",
     "FusedLayers",
     "Kept",
+    "LayerCache",
     "MixtureOfExperts",
     "Overlap",
     "ParallelAttention",

@@ -31,13 +31,14 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return _geometric(lower) + _geometric(2 * lower)[::2][: heads - lower]
 
 
-def alibi_bias(slopes: Tensor, positions: Tensor) -> Tensor:
-    """What is added to the scores: ``slope * (key position - query position)``, ``[heads, s, s]``.
+def alibi_bias(slopes: Tensor, positions: Tensor, before: int = 0) -> Tensor:
+    """What is added to the scores: ``slope * (key position - query position)``, ``[heads, s - before, s]``, where the
+    first ``before`` of the ``s`` tokens are keys alone.
 
     Relative to the query, though softmax would forgive any constant per query: so the numbers near the
     diagonal, which matter, are small and survive low precision.
     """
-    distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # [s (query), s (key)]
+    distance = positions.unsqueeze(0) - positions[before:].unsqueeze(1)  # [s - before (query), s (key)]
     return slopes.view(-1, 1, 1) * distance.to(slopes.dtype)
 
 
@@ -53,38 +54,43 @@ class Alibi(nn.Module):
         self.heads, self.slopes = heads, alibi_slopes(heads)
         self._cache: dict[tuple[object, ...], Tensor] = {}
 
-    def forward(self, x: Tensor, first: int, *, causal: bool, positions: Tensor | None = None) -> Tensor:
-        """The mask ``[1, n, s, s]`` for queries ``x`` ``[b, n, s, d]``, in their dtype.
+    def forward(
+        self, x: Tensor, first: int, *, causal: bool, positions: Tensor | None = None, before: int = 0
+    ) -> Tensor:
+        """The mask ``[1, n, s, before + s]`` for queries ``x`` ``[b, n, s, d]``, in their dtype.
 
         ``x`` holds the model's heads ``first`` to ``first + n - 1``. ``causal`` adds minus infinity to later keys.
-        ``positions``: ``[s]``, ``0 .. s - 1`` when not given.
+        ``before``: tokens in front of the queries that they see, too. ``positions``: of all tokens,
+        ``[before + s]``, ``0 .. before + s - 1`` when not given.
         """
         if positions is not None:
-            return self._mask(x, first, causal, positions.to(x.device))
-        key = (x.shape[1], x.shape[2], first, causal, x.device, x.dtype)
+            return self._mask(x, first, causal, positions.to(x.device), before)
+        key = (x.shape[1], x.shape[2], before, first, causal, x.device, x.dtype)
         if key not in self._cache:
             self._cache.clear()  # a run has one length; evaluation with another one must not collect them all
             with torch.inference_mode(
                 False
             ):  # what evaluation leaves here, a training step saves for backward
-                self._cache[key] = self._mask(x, first, causal, torch.arange(x.shape[2], device=x.device))
+                places = torch.arange(before + x.shape[2], device=x.device)
+                self._cache[key] = self._mask(x, first, causal, places, before)
         return self._cache[key]
 
-    def _mask(self, x: Tensor, first: int, causal: bool, positions: Tensor) -> Tensor:
+    def _mask(self, x: Tensor, first: int, causal: bool, positions: Tensor, before: int) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         slopes = torch.tensor(self.slopes[first : first + x.shape[1]], dtype=wide, device=x.device)
-        mask = alibi_bias(slopes, positions)
+        mask = alibi_bias(slopes, positions, before)
         if causal:
-            mask = mask.masked_fill(later_keys(x.shape[2], x.device), -math.inf)
+            mask = mask.masked_fill(later_keys(x.shape[2], x.device, before), -math.inf)
         return mask.to(x.dtype).unsqueeze(0)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
 
 
-def later_keys(length: int, device: torch.device) -> Tensor:
-    """True where the key (column) comes after the query (row), ``[length, length]``."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+def later_keys(length: int, device: torch.device, before: int = 0) -> Tensor:
+    """True where the key (column) comes after the query (row), ``[length, before + length]``; ``before`` keys come
+    before all queries."""
+    return torch.ones(length, before + length, dtype=torch.bool, device=device).triu(before + 1)
 
 
 def _geometric(heads: int) -> tuple[float, ...]:

@@ -29,6 +29,7 @@ from shardweave.comm import Axis, combine_keys, keyed_dropout
 
 from .alibi import Alibi, later_keys
 from .asking import check_axes, check_sequence_dim
+from .cache import LayerCache, cached_attention
 from .context import check_context, context_ranges, cut_context
 from .core import Scoring
 from .documents import check_documents
@@ -191,6 +192,7 @@ class ParallelAttention(FusedLayers):
         positions: Tensor | None = None,
         keys: Tensor | None = None,
         documents: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attention of all tokens to all (earlier) tokens.
 
@@ -200,11 +202,14 @@ class ParallelAttention(FusedLayers):
         place in the sequence and not by them. ``keys``: ``[s, b]`` int32, from
         :meth:`shardweave.comm.DropoutStreams.keys`: which attention weights are dropped depends on them and on the
         head's number in the whole model, so masks are the same in every layout. ``documents``: ``[b, s]`` integers;
-        tokens of a row see those of their own number only.
+        tokens of a row see those of their own number only. ``cache``: the tokens before those of ``x``, whose
+        positions begin behind them; ``x``'s are added to it. It is this layer's and these rows' own
+        (:meth:`new_cache`), for evaluation without autograd.
 
         Raises:
             ValueError: in training with dropout but without ``keys``; for a sequence that the context axis cannot
-                share, or something that is not of the whole sequence.
+                share, or something that is not of the whole sequence; for a cache that ``x`` does not fit into, or
+                together with what it cannot be used with.
         """
         hidden = self.query.in_features
         if x.dim() != 3 or x.shape[-1] != hidden:
@@ -216,6 +221,9 @@ class ParallelAttention(FusedLayers):
         batch, length = self._measure(x)
         check_context(length, self.context)
         self._check(batch, length, positions, keys, documents)
+        if cache is not None:
+            self._check_cached(positions, keys, documents)
+            cache.check(batch, length)
         dropping = self.training and self.dropout > 0
         if dropping and keys is None:
             raise ValueError(
@@ -227,10 +235,12 @@ class ParallelAttention(FusedLayers):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            own = self._own_positions(length, positions)
+            own = self._own_positions(length, positions, 0 if cache is None else cache.length)
             query, key = self.rotary(query, own), self.rotary(key, own)
         given = (query, key, value, positions, keys if dropping else None, documents)
-        if self.recompute and torch.is_grad_enabled():
+        if cache is not None:
+            mixed = self._core_with_cache(query, key, value, cache)
+        elif self.recompute and torch.is_grad_enabled():
             # No generator is asked: masks of dropout are a function of their keys.
             mixed = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -300,10 +310,59 @@ class ParallelAttention(FusedLayers):
         if documents is not None:
             check_documents(documents, (batch, length))
 
-    def _own_positions(self, length: int, positions: Tensor | None) -> Tensor | tuple[range, ...]:
-        """The positions of the tokens in this rank's part of the context."""
+    def new_cache(
+        self,
+        batch: int,
+        length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LayerCache:
+        """An empty cache for ``batch`` rows of at most ``length`` tokens, with this rank's key/value heads.
+
+        ``device``, ``dtype``: default: where and what the weights are; under autocast give its type.
+        """
+        weight = self.key.weight
+        return LayerCache(
+            batch,
+            weight.shape[0] // self.head_dim,
+            length,
+            self.head_dim,
+            device=weight.device if device is None else device,
+            dtype=weight.dtype if dtype is None else dtype,
+        )
+
+    def _check_cached(self, positions: Tensor | None, keys: Tensor | None, documents: Tensor | None) -> None:
+        """Refuses what a cache cannot be used with."""
+        shared = self.axis.size > 1 and self.query.sequence_dim is not None
+        for wrong, what, instead in (
+            (self.training, "the layer is in training mode", "call eval() on the model"),
+            (not self.causal, "causal=False: earlier tokens would see later ones", "leave the cache out"),
+            (positions is not None, "positions are given", "leave them out: they begin behind the cache's tokens"),
+            (keys is not None, "keys of dropout are given", "leave them out"),
+            (documents is not None, "documents are given", "give each document a cache and a row of its own"),
+            (self.context.size > 1, f"context={self.context!r} cuts the sequence", "build the model without"),
+            (shared, "sequence parallelism cuts the sequence", "build the model without (sequence_dim=None)"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(f"cache: {what}, and a cache takes the next tokens of whole rows; {instead}")
+
+    def _core_with_cache(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
+        """As :meth:`_core`, of the tokens behind those in the cache, which they are added to."""
+        before = cache.length
+        keys, values = cache.append(key, value)
+        if before == 0:  # the beginning of a text, which is all there is
+            return self._core(query, key, value, None, None, None)
+        return cached_attention(query, keys, values, self._alibi_mask(query, None, before))
+
+    def _own_positions(
+        self, length: int, positions: Tensor | None, start: int = 0
+    ) -> Tensor | tuple[range, ...]:
+        """The positions of the tokens in this rank's part of the context; ``start``: of the first one with a cache."""
         if positions is not None:
             return cut_context(positions, self.context, 0)
+        if start:
+            return (range(start, start + length),)
         return context_ranges(length, self.context.size, self.context.rank)
 
     def _slopes(self, heads: int) -> tuple[float, ...] | None:
@@ -328,10 +387,12 @@ class ParallelAttention(FusedLayers):
         masks = combine_keys(keys.t().unsqueeze(1), numbers.view(1, -1, 1))  # [b, heads_r, s (query)]
         return keyed_dropout(weights, self.dropout, masks) @ value
 
-    def _alibi_mask(self, query: Tensor, positions: Tensor | None) -> Tensor | None:
+    def _alibi_mask(self, query: Tensor, positions: Tensor | None, before: int = 0) -> Tensor | None:
         if self.alibi is None:
             return None
-        mask: Tensor = self.alibi(query, self.first_head, causal=self.causal, positions=positions)
+        mask: Tensor = self.alibi(
+            query, self.first_head, causal=self.causal, positions=positions, before=before
+        )
         return mask
 
     def _heads(self, features: Tensor) -> Tensor:
