@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packages.launcher.tests.commands import run
 
 from shardweave.comm import Mesh
 from shardweave.launcher.checkpoint import save
 from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.generate import generate_text, load_model
 from shardweave.launcher.reading import config_text, load_config
+from shardweave.launcher.sampling import Sampling
 from shardweave.launcher.shape import resolved
 from shardweave.launcher.trainer import Trainer
 
@@ -32,7 +34,7 @@ def _run(path: Path, *overrides: str) -> Trainer:
 
 
 def _sample(path: Path, prompt: str = "ab", *, temperature: float = 0.7, seed: int = 3) -> int:
-    return generate_text(path, prompt, tokens=12, temperature=temperature, seed=seed)
+    return generate_text(path, [prompt], Sampling(tokens=12, temperature=temperature, seed=seed))
 
 
 def test_the_newest_checkpoint_or_the_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,3 +88,28 @@ def test_what_is_not_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "should have" in said
     assert "give an earlier checkpoint instead of the run: " in said
     assert said.rstrip().endswith("checkpoints/step-00000001")
+
+
+@pytest.mark.timeout(120)
+def test_on_ranks_the_text_is_that_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank reads its own part, biases of routers among it; two prompts are two micro-batches."""
+    _run(tmp_path / "run", "model.experts=4", "model.router_bias=0.05", "model.sequence=32")
+    assert generate_text(tmp_path / "run", ["ab", "the "], Sampling(tokens=12, top_k=40, seed=3)) == 0
+    alone = capsys.readouterr().out
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.chunks=2")
+    asked = ("--prompt", "ab", "--prompt", "the ", "--tokens", "12", "--top-k", "40", "--seed", "3")
+    status, out, err = run(tmp_path, "generate", "run", *asked, *layout)
+    assert (status, out) == (0, alone), err
+    assert alone.startswith("ab")
+    assert "\nthe " in alone
+
+
+def test_on_ranks_mistakes_are_said_before_one_starts(tmp_path: Path) -> None:
+    _run(tmp_path / "run")
+    for setting, said in (
+        ("parallel.data=2", "`parallel.data=2`: generate takes parallel.tensor, parallel.pipeline, "),
+        ("parallel.tensor=3", "`parallel.tensor: 3` does not divide `model.heads: 2`"),
+    ):
+        status, out, err = run(tmp_path, "generate", "run", "--prompt", "a", setting)
+        assert (status, out) == (2, "")
+        assert said in err

@@ -53,7 +53,16 @@ from shardweave.pipeline import Pipeline, tie
 from shardweave.tensor_parallel import Overlap, overlap_for
 from shardweave.zero import LossScale, MixedPrecision, ZeroOptimizer, decay_groups
 
-__all__ = ["DTYPES", "Assembly", "assemble", "device_of", "layout_of_mesh", "modules_with", "source_of"]
+__all__ = [
+    "DTYPES",
+    "Assembly",
+    "assemble",
+    "device_of",
+    "layout_of_mesh",
+    "modules_with",
+    "source_of",
+    "stages_with",
+]
 
 DTYPES = {
     "fp64": torch.float64,
@@ -169,7 +178,13 @@ def modules_with(config: Config, mesh: Mesh, source: Source) -> tuple[Transforme
     Raises:
         ConfigError: as `assemble` does.
     """
-    return _stages(config, mesh, transformer_config(config), source).modules
+    return stages_with(config, mesh, source)[0]
+
+
+def stages_with(config: Config, mesh: Mesh, source: Source) -> tuple[tuple[Transformer, ...], Pipeline]:
+    """As `modules_with`, and the pipeline that runs them."""
+    stages = _stages(config, mesh, transformer_config(config), source)
+    return stages.modules, stages.pipeline
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,34 +106,61 @@ def verify(arguments: tuple[str, ...], steps: int, precision: str, as_json: bool
     sys.exit(verify_local(request, options))
 
 
-@cli.command()
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--prompt", required=True, help="The text to continue.")
-@click.option(
-    "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many to sample."
-)
-@click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
-def generate(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Samples text from a trained run, in one process: RUN is the run's directory, or one of its checkpoints.
-
-    \b
-    Example:
-      shardweave generate runs/quickstart --prompt "def " --tokens 300
-    """
-    from shardweave.launcher.generate import generate_text
-
-    sys.exit(generate_text(run, prompt, tokens=tokens, temperature=temperature, seed=seed))
-
-
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 _RUN = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 _PORT = click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
 )
 _OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
+
+
+@cli.command()
+@_RUN
+@_OVERRIDES
+@click.option(
+    "--prompt", "prompts", multiple=True, required=True, help="The text to continue; may be repeated."
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many to sample."
+)
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest."
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=1), help="Sample among so many likeliest; default: among all."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@_PORT
+def generate(
+    run: Path,
+    overrides: tuple[str, ...],
+    prompts: tuple[str, ...],
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    port: int,
+) -> None:
+    """Samples text from a trained run: RUN is the run's directory, or one of its checkpoints.
+
+    One process does it, whatever layout the run was trained on; with parallel.tensor, parallel.pipeline or both as many
+    local ranks, each of which reads and holds its own part of the model. The text is the same.
+
+    \b
+    Example:
+      shardweave generate runs/quickstart --prompt "def " --tokens 300
+      shardweave generate runs/large --prompt "def " --prompt "class " parallel.tensor=4 parallel.pipeline=2
+    """
+    from shardweave.launcher.sampling import Sampling
+
+    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    if overrides:
+        from shardweave.launcher.generate_local import generate_on_ranks
+
+        sys.exit(generate_on_ranks(run, prompts, overrides, sampling, port))
+    from shardweave.launcher.generate import generate_text
+
+    sys.exit(generate_text(run, prompts, sampling))
 
 
 @cli.command("import")

@@ -1,8 +1,12 @@
-"""``shardweave generate``: text from a trained run, in one process, whatever layout it was trained on."""
+"""``shardweave generate``: text from a trained run, whatever layout it was trained on, in one process.
+
+`generate_local` makes the same text on several ranks.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,33 +14,57 @@ import torch
 from shardweave.launcher.describe import fail
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.reading import load_config
+from shardweave.launcher.sampling import Sampling
 from shardweave.launcher.shape import transformer_config
-from shardweave.launcher.tokenizer import tokenizer
+from shardweave.launcher.tokenizer import ByteTokenizer, tokenizer
 from shardweave.models import Transformer
 from shardweave.models import generate as sample
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors
 
-__all__ = ["generate_text", "load_model", "locate"]
+__all__ = ["encoded", "generate_text", "load_model", "locate", "located"]
 
 
-def generate_text(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
-    """Prints the prompt and its continuation; returns the exit status."""
+def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int:
+    """Prints the prompts and their continuations, computed in this process; returns the exit status."""
     try:
-        run, checkpoint = locate(path)
-        config = load_config(run / "config.yaml")
-        words = tokenizer(config.data.tokenizer)
-        if not prompt:
-            raise ConfigError([Problem((), "--prompt is empty; give at least one character to continue")])
+        run, checkpoint = located(path)
+        words = tokenizer(load_config(run / "config.yaml").data.tokenizer)
+        texts = encoded(words, prompts)
         model = load_model(run, checkpoint)
     except CheckpointError as error:
         return fail(CheckpointError(f"{error}{_others(path)}"))
     except ConfigError as error:
         return fail(error)
-    start = torch.from_numpy(words.encode(prompt).astype("int64")).unsqueeze(0)  # [1, s]
-    generator = torch.Generator().manual_seed(seed)
-    found = sample(model, start, tokens, temperature=temperature, generator=generator)
-    sys.stdout.write(words.decode(found[0].tolist()) + "\n")
+    for text in texts:
+        found = sample(
+            model,
+            torch.tensor([text], dtype=torch.int64),  # [1, s]
+            sampling.tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            generator=torch.Generator().manual_seed(sampling.seed),
+        )
+        sys.stdout.write(words.decode(found[0].tolist()) + "\n")
     return 0
+
+
+def encoded(words: ByteTokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """The prompts' tokens.
+
+    Raises:
+        ConfigError: for one without any.
+    """
+    if not all(prompts):
+        raise ConfigError([Problem((), "--prompt is empty; give at least one character to continue")])
+    return [words.encode(prompt).tolist() for prompt in prompts]
+
+
+def located(path: Path) -> tuple[Path, Path]:
+    """As `locate`, with every error a ConfigError that names what else the run has."""
+    try:
+        return locate(path)
+    except CheckpointError as error:
+        raise ConfigError([Problem((), f"{error}{_others(path)}")]) from None
 
 
 def load_model(run: Path, checkpoint: Path) -> Transformer:

@@ -14,12 +14,12 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardweave.launcher.exit_status import USAGE_ERROR
+from shardweave.launcher.on_ranks import ONE_PROCESS, on_ranks
 from shardweave.launcher.zygote_first import with_zygote
 
 if TYPE_CHECKING:  # imported when the zygote runs
@@ -99,12 +99,13 @@ def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, z
     )
     source_of(reading, shape)  # looks at the headers
     run = RunDirectory.of(config)
-    status = _on_ranks(
+    status = on_ranks(
         f"{_RANK}:import_main",
         {"config": reading.plain(), "run": str(run.path)},
         layout.world_size,
         port,
         zygote,
+        undone="nothing was written",
     )
     if status:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -134,7 +135,7 @@ def _export(
     try:
         run, checkpoint = locate(path)
         read_manifest(checkpoint)
-        config = read_config(run / "config.yaml", [*_ONE_PROCESS, *overrides]).config
+        config = read_config(run / "config.yaml", [*ONE_PROCESS, *overrides]).config
         layout, shape = layout_of(config), transformer_config(config)
         check_fit(config, layout, shape)
         family_for(shape, options["family"])
@@ -156,18 +157,12 @@ def _export(
         "tokenizer_from": str(aside) if aside.is_dir() else None,
         **options,
     }
-    status = _on_ranks(f"{_RANK}:export_main", payload, layout.world_size, port, zygote)
+    status = on_ranks(
+        f"{_RANK}:export_main", payload, layout.world_size, port, zygote, undone="nothing was written"
+    )
     if not status:
         print(f"{options['out']} has the weights of {checkpoint}")
     return status
-
-
-_ONE_PROCESS = (
-    "parallel={data: 1, tensor: 1, pipeline: 1, context: 1, expert: 1, schedule: 1f1b, chunks: 1}",
-    "zero.replicas=1",
-    "run.device=cpu",
-)
-"""What a run's own layout is replaced by: whoever exports it may have fewer ranks, and no accelerator."""
 
 
 def _keys(shape: TransformerConfig) -> Iterator[str]:
@@ -176,21 +171,3 @@ def _keys(shape: TransformerConfig) -> Iterator[str]:
 
     for key, value in shared_keys(shape).items():
         yield f"model.{key}={json.dumps(value)}"
-
-
-def _on_ranks(entry: str, payload: dict[str, object], ranks: int, port: int, zygote: Zygote) -> int:
-    """Runs `entry` on local ranks; what fails is said, with the log, which stays."""
-    from rich.console import Console
-
-    from shardweave.launcher.processes import launch_local
-
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    logs = Path(tempfile.mkdtemp(prefix="shardweave-"))
-    outcome = launch_local(entry, payload, world_size=ranks, run_dir=logs, port=port, zygote=zygote)
-    if outcome.failure is not None:
-        errors.print(f"error: {outcome.failure}", markup=False)
-        return outcome.exit_code
-    shutil.rmtree(logs, ignore_errors=True)
-    if outcome.exit_code:
-        errors.print("stopped; nothing was written", markup=False)
-    return outcome.exit_code

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardweave import comm
-from shardweave.comm import Mesh
-from shardweave.launcher.agreed_end import agreed_ends
 from shardweave.launcher.assembly import modules_with
 from shardweave.launcher.checkpoint import save
-from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
 from shardweave.launcher.dataset import MicroBatch
-from shardweave.launcher.layout import layout_of
+from shardweave.launcher.rank_mesh import joined_mesh
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.trainer import Trainer
 from shardweave.models import to_huggingface
@@ -31,7 +24,7 @@ __all__ = ["export_main", "import_main"]
 def import_main(payload: Mapping[str, Any]) -> None:
     """Builds the model of `payload["config"]`, whose weights are files, and saves it as step 0 of the run."""
     config = Config.model_validate(payload["config"])
-    with _joined(config) as mesh:
+    with joined_mesh(config) as mesh:
         trainer = Trainer(config, mesh, batches=_NoBatches())
         save(trainer, RunDirectory(Path(payload["run"])).checkpoints, keep=1)
 
@@ -39,7 +32,7 @@ def import_main(payload: Mapping[str, Any]) -> None:
 def export_main(payload: Mapping[str, Any]) -> None:
     """Writes the weights of `payload["checkpoint"]` to the directory `payload["out"]`."""
     config = Config.model_validate(payload["config"])
-    with _joined(config) as mesh:
+    with joined_mesh(config) as mesh:
         to_huggingface(
             modules_with(config, mesh, FromCheckpoint(payload["checkpoint"])),
             payload["out"],
@@ -56,17 +49,3 @@ class _NoBatches:
 
     def at(self, visit: int) -> Sequence[MicroBatch]:
         raise AssertionError(f"an import trains on nothing, and was asked for sample {visit}")
-
-
-@contextmanager
-def _joined(config: Config) -> Iterator[Mesh]:
-    """The mesh over the world that the environment describes."""
-    gc.enable()  # the zygote was forked without collections, see `zygote_first`
-    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
-    if config.run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks
-    comm.init(timeout=config.comm.timeout)
-    mesh = mesh_of(config, layout)
-    with agreed_ends():
-        yield mesh
-    mesh.close()
