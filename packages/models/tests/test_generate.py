@@ -128,6 +128,20 @@ def test_the_text_is_the_same_over_ranks() -> None:
         generate(build(config, tensor=axis, sequence_parallel=True), prompt, 1)
 
 
+@pytest.mark.ranks(2)
+def test_what_goes_over_the_wire_is_of_new_tokens_and_of_the_last_ones_logits() -> None:
+    """Two tokens, then five times one: sums behind the embedding and twice in both blocks, no logits but the last."""
+    mesh = Mesh(tp=2)
+    config = FAMILIES["gpt2"]
+    model, prompt = build(config, tensor=mesh.tp), batch_of(config)[0][:, :2]
+    generate(model, prompt, 1)  # the first pass compares token ids, too
+    mesh.ledger.reset()
+    generate(model, prompt, 6)
+    sent = {kind: mesh.ledger.total("tp", kind).bytes for kind in ("all_reduce", "all_gather")}
+    assert sent == {"all_reduce": 5 * (2 + 5) * 3 * 16 * 8, "all_gather": 6 * 3 * 11 * 8}
+    assert mesh.ledger.total("tp", "broadcast").calls == 6
+
+
 def test_texts_do_not_depend_on_the_others_beside_them() -> None:
     """Of different lengths, in one loop, with a step of one's own; and picks go through `share`."""
     model = build(FAMILIES["plain"]).eval()
