@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,11 +28,11 @@ def _unwritten(cache: Cache) -> Cache:
 
 
 @torch.no_grad()
-def _expect_equal(config: TransformerConfig, tensor: Axis) -> None:
+def _expect_equal(config: TransformerConfig, tensor: Axis, ways: Sequence[list[int]] = PIECES) -> None:
     model = build(config, tensor=tensor).eval()
     tokens, _ = batch_of(config)
     whole = model.gather_logits(model(tokens))
-    for pieces in PIECES:
+    for pieces in ways:
         cache = _unwritten(make_cache([model], 3, 8))
         parts = [model.gather_logits(model(part, cache=cache)) for part in tokens.split(pieces, 1)]
         near(torch.cat(parts), whole, rtol=1e-12)
@@ -46,9 +47,11 @@ def test_pieces_of_a_text_have_the_logits_of_the_whole(family: str) -> None:
 @pytest.mark.ranks(4)
 def test_pieces_of_a_text_have_the_logits_of_the_whole_over_ranks() -> None:
     """Four ranks and two, which have two or one of the key heads, copies among them."""
-    for axis in (Mesh(tp=4).tp, Mesh(dp=2, tp=2).tp):
-        for config in TAKEN.values():
-            _expect_equal(config, axis)
+    four, two = Mesh(tp=4).tp, Mesh(dp=2, tp=2).tp
+    for config in TAKEN.values():
+        _expect_equal(config, four, PIECES[-1:])
+    for family in ("llama", "mixed"):
+        _expect_equal(TAKEN[family], two, PIECES[-1:])
 
 
 @torch.no_grad()
@@ -113,9 +116,14 @@ def test_bytes_by_hand() -> None:
 
 
 def _refused(
-    model: Transformer, said: str, *, cache: Cache | None = None, documents: Tensor | None = None
+    model: Transformer,
+    said: str,
+    *,
+    new: int = 2,
+    cache: Cache | None = None,
+    documents: Tensor | None = None,
 ) -> None:
-    tokens = torch.zeros(3, 2, dtype=torch.int64)
+    tokens = torch.zeros(3, new, dtype=torch.int64)
     cache = make_cache([model], 3, 8) if cache is None else cache
     with pytest.raises(ValueError, match=said), torch.no_grad():
         model(tokens, cache=cache, documents=documents)
@@ -149,6 +157,6 @@ def test_sequences_that_are_cut_are_refused() -> None:
     config = FAMILIES["gpt2"]
     cut = build(config, tensor=Mesh(tp=2).tp, sequence_parallel=True).eval()
     _refused(cut, "cache: sequence_parallel=True cuts the sequence")
-    _refused(build(config, context=Mesh(cp=2).cp).eval(), "cache: context=")
+    _refused(build(config, context=Mesh(cp=2).cp).eval(), "cache: context=", new=4)
     with pytest.raises(ValueError, match="last_only: sequence_parallel=True"):
         cut(torch.zeros(3, 2, dtype=torch.int64), last_only=True)
