@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -18,7 +19,7 @@ from shardweave.models import Transformer, TransformerConfig, cache_bytes, gener
 __all__ = ["main"]
 
 NEW = 16
-POSITIONS = ("rotary", "alibi")
+POSITIONS: tuple[Literal["rotary", "alibi"], ...] = ("rotary", "alibi")
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def _measured(model: Transformer, prompt: torch.Tensor, rounds: int) -> tuple[fl
     return first, kept, without
 
 
-def _rounds(works: list[Callable[[], object]], rounds: int) -> Iterator[list[float]]:
+def _rounds(works: Sequence[Callable[[], object]], rounds: int) -> Iterator[list[float]]:
     for turn in range(rounds + 1):
         row = []
         for work in works:
