@@ -263,6 +263,7 @@ def lattice(session: nox.Session) -> None:
         session.run("python", "-m", "packages.pipeline.tests.test_builders_figures", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.every_layout", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.test_recompute", env=ENVIRONMENT)
+        session.run("python", "-m", "integration_tests.compiled", env=ENVIRONMENT)
         session.run("python", "-m", "integration_tests.test_checkpoints", env=ENVIRONMENT)
         session.run("python", "-m", "packages.zero.tests.test_matrix", env=ENVIRONMENT)
         programs = ("python", "-m", "packages.zero.tests.random_programs", "100")

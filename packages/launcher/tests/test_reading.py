@@ -61,6 +61,7 @@ optimizer:  {name: adamw, lr: 1.0e-3, betas: [0.9, 0.95], eps: 1.0e-8, weight_de
              clip: 1.0, schedule: cosine, warmup: 10, min_lr: 1.0e-4}
 precision:  fp32
 recompute:  none
+compile:    false
 comm:       {hierarchy: auto, shared_memory: true, bucket_mb: 25, timeout: 300, debug: false, compression: none,
              density: 0.01, rank: 4, warmup: 10}
 checkpoint: {every: 20, keep: 2, async: true, resume: auto}

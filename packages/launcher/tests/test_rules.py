@@ -68,6 +68,16 @@ def test_b118_chunks_with_one_stage_and_recompute_beyond_the_layers_are_errors()
         load_config(None, ["recompute={every: 9}"])
 
 
+def test_blocks_that_run_again_are_not_compiled() -> None:
+    for mode in ("full", "{every: 2}", "{operations: [attention]}"):
+        with pytest.raises(
+            ConfigError, match=r"`compile: true` does not go with `recompute: .* use recompute=none or"
+        ):
+            load_config(None, ["compile=true", f"recompute={mode}"])
+    for mode in ("none", "selective"):
+        assert load_config(None, ["compile=true", f"recompute={mode}"]).compile
+
+
 def test_compression_keeps_what_is_not_sent_for_one_axis() -> None:
     spread = ["model.experts=4", "parallel.expert=2", "parallel.data=2"]
     with pytest.raises(

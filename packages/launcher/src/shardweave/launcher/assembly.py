@@ -144,6 +144,10 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
     stages = _stages(config, mesh, shape, None if config.zero.stage == 3 else source)
     modules, device, dtype = stages.modules, stages.device, DTYPES[config.precision]
 
+    if config.compile:
+        for module in modules:
+            module.compile_blocks()
+
     # [5] Every record is complete now. The loss is divided by the global number of tokens, so gradients of data
     #     ranks are summed, not averaged. Small ones vanish in fp16, so there the loss is multiplied before. Stage 3
     #     gathers parameters when the parts of the module run, and fills and shards them one part after the other here.

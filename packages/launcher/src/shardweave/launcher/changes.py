@@ -80,6 +80,7 @@ TABLE: tuple[Row, ...] = (
     Row("optimizer.name", Kind.REFUSED),
     Row("precision", Kind.TOLD, "", _either("precision", "fp64")),  # masters are fp32 in all others
     Row("recompute", Kind.FREE),
+    Row("compile", Kind.FREE),
     Row("comm", Kind.FREE),
     Row("comm.compression", Kind.TOLD),
     Row("comm.density", Kind.TOLD),

@@ -437,6 +437,9 @@ class Config(_Block):
     """What backward computes again instead of keeping it: none; selective, the inside of attention's core; full, every
     block; {every: N}, every N-th block; {operations: [...]}, of every block all but the attention and the linear
     products that are not named. Gradients stay the same to the last bit."""
+    compile: Flag = False
+    """Whether ``torch.compile`` takes each block. What communicates, and the linear products, run as they are written,
+    between the compiled pieces: what is won is in the rest. The first steps take minutes."""
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()

@@ -105,6 +105,11 @@ def check_machine(overview: Overview) -> None:
         )
     if config.run.device == "cpu" or found is None:
         _check_memory(overview)
+        if config.compile and shutil.which(os.environ.get("CXX", "g++")) is None:
+            raise MachineError(
+                f"`compile: true` needs a C++ compiler on a CPU, and there is no {os.environ.get('CXX', 'g++')}; "
+                "install one, name it in CXX, or use compile=false"
+            )
     if config.checkpoint.every:
         _check_room(overview)
 

@@ -158,6 +158,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
             f"{_setting(config, 'recompute')} has no effect because {_setting(config, 'model', 'layers')} is less: "
             f"no block would be recomputed; use at most {config.model.layers}",
         )
+    yield from _compiled(config)
     yield from _compressed(config)
     floor = config.optimizer.min_lr
     # The default floor gives way to a lower lr (`learning_rate`): nobody asked for it.
@@ -173,6 +174,17 @@ def contradictions(config: Config) -> Iterator[Problem]:
             ("model", "vocab"),
             f"{_setting(config, 'model', 'vocab')} is less than the byte tokenizer's 256 tokens; "
             "use model.vocab=auto",
+        )
+
+
+def _compiled(config: Config) -> Iterator[Problem]:
+    """What compiled blocks do not go with."""
+    if config.compile and config.recompute not in ("none", "selective"):
+        yield Problem(
+            ("compile",),
+            f"{_setting(config, 'compile')} does not go with {_setting(config, 'recompute')}: a block that runs again "
+            "may be given other compiled code than the first time, which keeps other tensors; use recompute=none or "
+            "selective, or compile=false",
         )
 
 

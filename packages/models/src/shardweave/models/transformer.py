@@ -17,7 +17,7 @@ The module tree spells the canonical parameter names, with global layer numbers,
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +206,23 @@ class Transformer(nn.Module):
         part it is.
         """
         initialize_module(self, self.config, seed)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Has ``torch.compile`` take each block, with these ``options`` of it, such as ``backend``.
+
+        Names of parameters stay. What communicates runs as it is written, between graphs, and so do the products; see
+        ``eager`` in ``shardweave.tensor_parallel``. Before an optimizer is built that gathers parameters.
+
+        Raises:
+            ValueError: when whole blocks run again (``recompute`` other than none and selective).
+        """
+        if self.recompute.mode not in ("none", "selective"):
+            raise ValueError(
+                f"compile: with recompute: {self.recompute}: a block that runs again may be given other compiled code "
+                "than the first time, which keeps other tensors; use recompute none or selective, or do not compile"
+            )
+        for block in self.layers.values():
+            block.compile(**options)
 
     def tied_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters of which another part holds a copy that has to stay equal.

@@ -1,0 +1,44 @@
+"""Compiled blocks: the same bits as without, and what is refused. Layouts: ``integration_tests.compiled``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packages.models.tests.reference import FAMILIES, batch_of, build
+from torch import Tensor
+
+from shardweave.models import Transformer
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch.compile asks for it
+def test_compiled_blocks_give_the_same() -> None:
+    """As autograd cuts them; two lengths, of which the second makes the first's code general."""
+    models = [build(FAMILIES["gpt2"]) for _ in range(2)]
+    names = list(models[1].state_dict())
+    models[1].compile_blocks(backend="aot_eager")
+    assert list(models[1].state_dict()) == names
+    found: list[list[Tensor]] = []
+    for model in models:
+        results = []
+        for length in (8, 6):
+            tokens, targets = batch_of(model.config, sequence=length)
+            loss = model.loss(model(tokens), targets)
+            loss.backward()
+            results.append(loss.detach())
+        found.append([*results, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_whole_blocks_that_run_again_are_refused() -> None:
+    for mode in ("full", {"every": 2}, {"operations": ["attention"]}):
+        model = Transformer(FAMILIES["gpt2"], recompute=mode, device="meta")
+        with pytest.raises(ValueError, match=r"compile: with recompute: .*; use recompute none or selective"):
+            model.compile_blocks()
