@@ -82,3 +82,17 @@ def test_a_rank_with_both_ends_counts_a_tied_embedding_once() -> None:
     told = [(label, text) for label, text in tied.details() if label.startswith("stage")]
     assert [label for label, _ in told] == ["stage 0", "stage 3", "stage 1", "stage 2"]
     assert "zb-v, 2 stages a rank, with" in dict(tied.header())["layout"]
+
+
+def test_what_is_computed_again_is_said_and_counted() -> None:
+    plain, again = overview_of(), overview_of("recompute=full")
+    assert again.memory[0][0].activations < plain.memory[0][0].activations
+    header, details = dict(again.header()), dict(again.details())
+    assert ", recomputing full" in header["layout"]
+    assert ", and " in details["work"]
+    assert details["work"].endswith(" again in backward")
+    half = dict(overview_of("recompute={every: 2}").details())["work"]
+    amounts = [float(text.split("and ")[1].split(" ")[0]) for text in (half, details["work"])]
+    assert amounts[1] == pytest.approx(2 * amounts[0], rel=1e-3)
+    assert "recomputing" not in dict(plain.header())["layout"]
+    assert "again" not in dict(plain.details())["work"]
