@@ -24,7 +24,7 @@ class Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._without = {tensor.untyped_storage()._cdata for tensor in without}
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.peak = 0
+        self.peak: int = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
