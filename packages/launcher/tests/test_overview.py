@@ -90,7 +90,7 @@ def test_what_is_computed_again_is_said_and_counted() -> None:
     header, details = dict(again.header()), dict(again.details())
     assert ", recomputing full" in header["layout"]
     assert ", and " in details["work"]
-    assert details["work"].endswith(" again in backward")
+    assert details["work"].endswith(" a step again in backward")
     half = dict(overview_of("recompute={every: 2}").details())["work"]
     amounts = [float(text.split("and ")[1].split(" ")[0]) for text in (half, details["work"])]
     assert amounts[1] == pytest.approx(2 * amounts[0], rel=1e-3)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardweave.launcher.config import Config
+from shardweave.launcher.config import Config, RecomputeEvery
 from shardweave.launcher.layout import Layout, batch_plan, check_fit, layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
@@ -44,6 +44,13 @@ def test_gpt3_becomes_something_that_takes_seconds() -> None:
         len(part.layers)
         for part in staging_of(shrunk.config, layout, transformer_config(shrunk.config)).parts
     ] == [1] * 8
+
+
+def test_a_block_of_the_small_model_is_still_computed_again() -> None:
+    _, _, shrunk = _shrunk("model.preset=gpt3-175b", "parallel.tensor=8", "recompute={every: 12}")
+    assert (shrunk.config.model.layers, shrunk.config.recompute) == (2, RecomputeEvery(every=2))
+    _, _, shrunk = _shrunk("model.preset=gpt3-175b", "parallel.tensor=8", "recompute={every: 2}")
+    assert "recompute" not in str(shrunk.changes)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ class Overview:
                 yield "", f"{who}{bytes_text(use.total)} ({_kinds(use, self.gathered[place])})"
         work = step_flops(self.config, self.shape, self.plan.global_batch)
         again = work.hardware - work.model
-        more = f", and {again / 1e12:.4g} again in backward" if again else ""
+        more = f", and {again / 1e12:.4g} a step again in backward" if again else ""
         yield (
             "work",
             f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank{more}",

@@ -48,7 +48,8 @@ def capture_reference(config: Config, steps: int, *, dataset: Dataset | None = N
     """What one process computes in the first `steps` steps; the process may be a rank of any world."""
     alone = config.zero.model_copy(update={"replicas": 1})  # which one process has no ranks for
     at_once = config.batch.model_copy(update={"chunked_loss": False})  # the loss in the plain way
-    config = config.model_copy(update={"zero": alone, "batch": at_once})
+    plain = {"recompute": "none", "compile": False}  # the layout's share of what may be wrong
+    config = config.model_copy(update={"zero": alone, "batch": at_once, **plain})
     with torch.enable_grad():
         trainer = Trainer(config, Mesh.single(), dataset=dataset)
     watcher = Watcher(trainer)

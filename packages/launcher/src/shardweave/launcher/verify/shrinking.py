@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from shardweave.launcher.config import Config
+from shardweave.launcher.config import Config, RecomputeEvery
 from shardweave.launcher.layout import Layout, batch_plan, schedule_of, stages_per_rank
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.strict_yaml import Path, path_text
@@ -105,6 +105,9 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
         yield Change(("model", "weights"), config.model.weights, None, "files hold the full size")
     yield _change(config, "layers", shape.layers, layers, f"the same remainder over {_stages(stages)}")
     exchanged = layout.context if config.parallel.context_form == "all-to-all" else 1
+    if isinstance(config.recompute, RecomputeEvery) and config.recompute.every > layers:
+        before = {"every": config.recompute.every}
+        yield Change(("recompute",), before, {"every": layers}, "one block at least")
     heads, kv_heads = _heads(shape, ranks, exchanged)
     width = _width(shape)
     hidden = heads * width
