@@ -6,10 +6,16 @@ its next notice, so places in a region are used in turns, two of them where ever
 [Note: A neighbour that is gone]
     The kernel closes a dead process' connections, so who waits for it learns that at once. What it had said before
     is still there to be read.
+
+[Note: One polls for all]
+    Of the threads that wait one polls the connections, without the lock, and wakes the others. What it waits for may be
+    read by a thread that came for something else while it polls, and then there is nothing left to wake it: so who
+    reads something while another thread polls rings its bell.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -52,8 +58,10 @@ class Neighbours:
         self._gone: set[int] = set()
         self._news = threading.Condition()
         self._someone_polls = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """What the thread that polls is woken by, see [Note: One polls for all]."""
         windows = [region, *self._windows.values()]
-        self._close = weakref.finalize(self, _close, list(self._connections.values()), windows)
+        self._close = weakref.finalize(self, _close, list(self._connections.values()), windows, self._bell)
         # A process that a rank forks would keep the connections open when the rank dies.
         os.register_at_fork(after_in_child=self._close)
 
@@ -153,11 +161,12 @@ class Neighbours:
     # --- with the lock held
 
     def _wait(self, seconds: float) -> None:
-        """Until there is something to be read, or another thread has read something. One thread polls for all."""
+        """Until there is something to be read, or another thread has read something: [Note: One polls for all]."""
         if self._someone_polls:
             self._news.wait(seconds)
             return
         poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
         for peer, connection in self._connections.items():
             if peer not in self._gone:
                 poll.register(connection, select.POLLIN)
@@ -168,6 +177,8 @@ class Neighbours:
         finally:
             self._news.acquire()
             self._someone_polls = False
+            with contextlib.suppress(BlockingIOError):  # it did not ring
+                os.eventfd_read(self._bell)
             self._news.notify_all()
         self._read_all()
 
@@ -188,6 +199,8 @@ class Neighbours:
             return True  # it ended without reading all; what it said itself comes after this
         except OSError:
             said = b""
+        if self._someone_polls:
+            os.eventfd_write(self._bell, 1)
         if not said:
             self._gone.add(peer)
             return False
@@ -325,8 +338,9 @@ class Round:
         self._circle._was_read(self._offsets)
 
 
-def _close(connections: Sequence[socket.socket], windows: Sequence[Window]) -> None:
+def _close(connections: Sequence[socket.socket], windows: Sequence[Window], bell: int) -> None:
     for connection in connections:
         connection.close()
     for window in windows:
         window.close()
+    os.close(bell)
