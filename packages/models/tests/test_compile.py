@@ -7,7 +7,7 @@ import torch
 from packages.models.tests.reference import FAMILIES, batch_of, build
 from torch import Tensor
 
-from shardweave.models import Transformer
+from shardweave.models import Transformer, generate
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,15 @@ def test_compiled_blocks_give_the_same() -> None:
         found.append([*results, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_with_a_cache_nothing_is_compiled_for_each_token() -> None:
+    model, prompt = build(FAMILIES["llama"]), batch_of(FAMILIES["llama"])[0][:, :2]
+    expected = generate(model, prompt, 6)
+    torch._dynamo.utils.counters.clear()
+    model.compile_blocks(backend="eager")
+    assert torch.equal(generate(model, prompt, 6), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
 def test_whole_blocks_that_run_again_are_refused() -> None:

@@ -16,6 +16,7 @@ The module tree spells the canonical parameter names, with global layer numbers,
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -132,6 +133,7 @@ class Transformer(nn.Module):
         self._cut = SequenceCut(self.context, self.axis if self.sequence_parallel else Axis.single())
         self.chunked_loss = chunked_loss
         self.recompute = Recompute.of(recompute)
+        self._compiled = False
         _check_part(config, self.part)
         if expert is not None and expert.size > 1 and config.experts == 0:
             raise ValueError(
@@ -211,7 +213,8 @@ class Transformer(nn.Module):
         """Has ``torch.compile`` take each block, with these ``options`` of it, such as ``backend``.
 
         Names of parameters stay. What communicates runs as it is written, between graphs, and so do the products; see
-        ``eager`` in ``shardweave.tensor_parallel``. Before an optimizer is built that gathers parameters.
+        ``eager`` in ``shardweave.tensor_parallel``. With a cache, whose length each token changes, blocks run as
+        they are written. Before an optimizer is built that gathers parameters.
 
         Raises:
             ValueError: when whole blocks run again (``recompute`` other than none and selective).
@@ -223,6 +226,7 @@ class Transformer(nn.Module):
             )
         for block in self.layers.values():
             block.compile(**options)
+        self._compiled = True
 
     def tied_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters of which another part holds a copy that has to stay equal.
@@ -299,9 +303,10 @@ class Transformer(nn.Module):
         masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
             x = self._embed(x, local, masks, documents, cache)
-        for layer, block in zip(self.part.layers, self.layers.values(), strict=True):
-            kept = None if cache is None else cache.layers[layer]
-            x = self.recompute.run(block, layer, x, masks, documents, routers, kept)
+        with self._as_written(cache):
+            for layer, block in zip(self.part.layers, self.layers.values(), strict=True):
+                kept = None if cache is None else cache.layers[layer]
+                x = self.recompute.run(block, layer, x, masks, documents, routers, kept)
         if not self.part.head:
             return x
         x = self.norm(x[-1:] if last_only else x)
@@ -390,6 +395,13 @@ class Transformer(nn.Module):
                 "shorten the input or raise sequence"
             )
         return sequence, batch
+
+    def _as_written(self, cache: Cache | None) -> AbstractContextManager[object]:
+        """With a cache, compiled blocks are not run as such: each token would be compiled anew."""
+        if cache is None or not self._compiled:
+            return nullcontext()
+        stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return stance
 
     def _check_pieces(self, documents: Tensor | None, cache: Cache | None, last_only: bool) -> None:
         """Refuses what needs whole sequences where they are given in pieces, or their last token is asked for."""

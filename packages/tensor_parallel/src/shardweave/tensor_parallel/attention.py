@@ -347,6 +347,7 @@ class ParallelAttention(FusedLayers):
             if wrong:
                 raise ValueError(f"cache: {what}, and a cache takes the next tokens of whole rows; {instead}")
 
+    @eager
     def _core_with_cache(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
         """As :meth:`_core`, of the tokens behind those in the cache, which they are added to."""
         before = cache.length
