@@ -135,8 +135,9 @@ def test_a_graph_that_is_kept_goes_back_twice() -> None:
 
 @pytest.mark.ranks(2)
 def test_on_two_ranks() -> None:
-    """A kept result is that behind the sum over the ranks: it is neither added up nor sent again."""
+    """A kept result is that behind the sum over the ranks: neither added up nor sent again. B106: documents, too."""
     tensor, context = Mesh(tp=2), Mesh(cp=2)
+    documents = (torch.arange(8) >= 3).long().expand(3, 8)
     for mesh, family, options in (
         (tensor, "gpt2", {"tensor": tensor.tp}),
         (tensor, "llama", {"tensor": tensor.tp, "sequence_parallel": True, "keep_inputs": True}),
@@ -152,7 +153,7 @@ def test_on_two_ranks() -> None:
             before = mesh.ledger.total().sent
             torch.manual_seed(3)
             with counting() as counter:
-                found = step(model)
+                found = step(model, documents=documents if family == "bloom" else None)
             sent[str(Recompute.of(mode))] = mesh.ledger.total().sent - before
             right = right or found
             assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True)), (
