@@ -98,7 +98,7 @@ class Loop:
         marks.append(self.clock())
         loss = self.loss(output, targets)
         marks.append(self.clock())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         marks.append(self.clock())
         nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
         marks.append(self.clock())

@@ -230,8 +230,11 @@ class ParallelAttention(FusedLayers):
                 f"attention dropout {self.dropout} needs to know which tokens it masks: pass "
                 "keys=DropoutStreams(seed, step, samples).keys(layer, 'attention', positions), or set it to 0"
             )
+        sequence = self.sequence
+        if sequence == 0 and self._turns(x):
+            x, sequence = x.transpose(0, 1).contiguous(), 1
         # [b, heads_r, s, d] each
-        query, key, value = (self._heads(part) for part in fused_linear(x, self.fused()))
+        query, key, value = (self._heads(part, sequence) for part in fused_linear(x, self.fused()))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
@@ -245,8 +248,8 @@ class ParallelAttention(FusedLayers):
             mixed = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = self._core(*given)
-        y: Tensor = self.output(self._merged(mixed))
-        return y
+        y: Tensor = self.output(self._merged(mixed, sequence))
+        return y if sequence == self.sequence else y.transpose(0, 1)
 
     def _core(
         self,
@@ -396,14 +399,23 @@ class ParallelAttention(FusedLayers):
         )
         return mask
 
-    def _heads(self, features: Tensor) -> Tensor:
-        """``[s, b, n d]`` (or ``[b, s, n d]``) to ``[b, n, s, d]``, a view."""
-        apart = features.view(*features.shape[:-1], features.shape[-1] // self.head_dim, self.head_dim)
-        return apart.transpose(1, 2) if self.sequence == 1 else apart.permute(1, 2, 0, 3)
+    def _turns(self, x: Tensor) -> bool:
+        """Whether inside here the batch is first, though it is second outside.
 
-    def _merged(self, mixed: Tensor) -> Tensor:
+        On a CPU: torch's core reads the tokens of a head one after the other, which lie a whole batch apart where the
+        sequence is first, mostly at multiples of 4096 bytes. One copy of the input is the cheaper (measured: 4 % of a
+        training step).
+        """
+        return x.device.type == "cpu" and self.query.sequence_dim is None
+
+    def _heads(self, features: Tensor, sequence: int) -> Tensor:
+        """``[s, b, n d]`` (or ``[b, s, n d]``) to ``[b, n, s, d]``, a view; ``sequence``: its dimension."""
+        apart = features.view(*features.shape[:-1], features.shape[-1] // self.head_dim, self.head_dim)
+        return apart.transpose(1, 2) if sequence == 1 else apart.permute(1, 2, 0, 3)
+
+    def _merged(self, mixed: Tensor, sequence: int) -> Tensor:
         """``[b, n, s, d]`` back to ``[s, b, n d]`` (or ``[b, s, n d]``)."""
-        together = mixed.transpose(1, 2) if self.sequence == 1 else mixed.permute(2, 0, 1, 3)
+        together = mixed.transpose(1, 2) if sequence == 1 else mixed.permute(2, 0, 1, 3)
         return together.flatten(2)
 
     def extra_repr(self) -> str:

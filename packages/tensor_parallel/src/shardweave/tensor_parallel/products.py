@@ -225,7 +225,13 @@ class _RowProduct(torch.autograd.Function):
                 multiply = _writes_outputs((weight,), (), call)
                 y = scattered_product(own, multiply, weight.shape[0], call.axis, call.pieces_dim)
             else:
-                y = _shaped(F.linear(as_rows(own), call.cast(weight)), (*x.shape[:-1], weight.shape[0]))
+                whole_sum = call.axis.size == 1  # so the bias can go into the product
+                added = call.cast(bias) if whole_sum and bias is not None else None
+                y = _shaped(
+                    F.linear(as_rows(own), call.cast(weight), added), (*x.shape[:-1], weight.shape[0])
+                )
+                if whole_sum:
+                    return (y,)
                 if call.sequence_dim is None:
                     y = comm.all_reduce(y, call.axis)
                 else:
@@ -246,18 +252,22 @@ class _RowProduct(torch.autograd.Function):
         if call.sequence_dim is not None and (wants_x or wants_weight) and not in_pieces:
             gathering = comm.start_all_gather(dy, call.axis, call.sequence_dim)
         # Under sequence parallelism this is the sum over this rank's tokens: a partial gradient.
-        d_bias = as_rows(dy).sum(0).to(ctx.bias_dtype) if wants_bias else None
+        dy_rows = as_rows(dy)
+        d_bias = dy_rows.sum(0).to(ctx.bias_dtype) if wants_bias else None
         full: Tensor | None = dy if gathering is None else gathering.wait()
+        full_rows = dy_rows if full is dy else None
         if in_pieces and call.pieces_dim is not None:
             multiply, features = _writes_inputs(weights, call), weights[0].shape[1]
             dx, full = gathered_product(dy, multiply, features, call.axis, call.pieces_dim, keep=wants_weight)
         elif wants_x and full is not None:
-            dx = _input_gradient(as_rows(full), weights, call)
+            full_rows = as_rows(full) if full_rows is None else full_rows
+            dx = _input_gradient(full_rows, weights, call)
             dx = dx.view(*full.shape[:-1], dx.shape[-1])
 
         def d_weights() -> list[Tensor | None]:
             assert full is not None
-            return _weight_gradients(as_rows(full), as_rows(x), weights, (True,))
+            rows = as_rows(full) if full_rows is None else full_rows
+            return _weight_gradients(rows, as_rows(x), weights, (True,))
 
         (now,) = now_or_later(weights, (wants_weight,), d_weights)
         return None if dx is None else dx.to(ctx.dtype), None, now, d_bias
