@@ -68,6 +68,25 @@ def test_the_z_loss_is_that_of_the_whole_vocabulary(ranks: int) -> None:
 
 
 @on_ranks
+def test_the_z_loss_apart_has_a_gradient_of_its_own(ranks: int) -> None:
+    axis = Mesh(tp=ranks).tp
+    targets = torch.arange(6)
+    targets[3] = -100
+    weights, z_weights = values(6, seed=2), values(6, seed=3)
+    for factor in (0.1, 0.0):
+        full = values(6, 11).requires_grad_()
+        right, extra = expected_loss(full, targets), factor * full.logsumexp(-1).square() * (targets != -100)
+        (right * weights + extra * z_weights).sum().backward()
+        assert full.grad is not None
+        own = part(full.detach(), axis, 1).clone().requires_grad_()
+        found = vocab_parallel_cross_entropy(own, targets, axis, vocab_size=11, z_loss=factor, parts=True)
+        assert_near(found.loss, right)
+        assert_near(found.z_loss, extra)
+        (found.loss * weights + found.z_loss * z_weights).sum().backward()
+        assert_near(own.grad, part(full.grad, axis, 1))
+
+
+@on_ranks
 def test_label_smoothing_is_over_the_whole_vocabulary(ranks: int) -> None:
     axis = Mesh(tp=ranks).tp
     for vocab in (12, 11, 5, 3, 2):  # on 3 and 4 ranks: uneven parts, and ranks without columns

@@ -64,6 +64,7 @@ TABLE: tuple[Row, ...] = (
     Row("model.expert_capacity", Kind.TOLD),
     Row("model.balance_loss", Kind.TOLD),
     Row("model.z_loss", Kind.TOLD),
+    Row("model.head_z_loss", Kind.TOLD),
     Row(
         "model.router_bias", Kind.TOLD, "", _either("model.router_bias", 0.0)
     ),  # the biases are there, or not

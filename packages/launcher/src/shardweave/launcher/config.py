@@ -193,6 +193,9 @@ class Model(_Block):
     """Weight of the loss that balances experts, per sequence: it does not depend on the micro-batch."""
     z_loss: NotNegative = 0.0
     """Weight of the loss that keeps the router's logits small."""
+    head_z_loss: NotNegative = 0.0
+    """Weight of the loss that keeps the output's logits from drifting away together (arXiv 2204.02311, section 5, has
+    1e-4). `loss` is without it."""
     router_bias: NotNegative = 0.0
     """How far each step moves the biases by which experts that had fewer tokens than the mean are chosen more often:
     balance without a loss (arXiv 2408.15664), beside `balance_loss` or in place of it; 0: there are none. They are

@@ -90,6 +90,7 @@ class Meter:
         several = self._trainer.mesh.topology.num_nodes > 1
         return {
             **scale,
+            **({} if result.head_z_loss is None else {"head_z_loss": result.head_z_loss}),
             **({} if result.routers is None else _of_routers(result.routers)),
             **({"network_bytes": int(crossed)} if several else {}),
         }

@@ -55,7 +55,8 @@ class StepMetrics:
     """Whether the update was left out because a gradient was not finite."""
     extra: Mapping[str, float]
     """Further keys: with fp16 the ``loss_scale`` of the step; over several nodes ``network_bytes``, which the worst
-    rank sent to other nodes; with experts
+    rank sent to other nodes; with ``model.head_z_loss`` the ``head_z_loss``, mean over the tokens, without its weight;
+    with experts
 
     ``auxiliary_loss``    what routers add to the loss that is trained on: weights times the two below, over all layers
     ``balance_loss``      mean over the batch's sequences and the layers, without its weight; 1: experts used evenly

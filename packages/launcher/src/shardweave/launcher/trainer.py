@@ -58,6 +58,9 @@ class StepResult:
     """Whether the step was skipped because that was too much; the next one has less."""
     routers: RouterStatistics | None = None
     """With experts: what the routers did. `loss` is without what they add to it (`RouterStatistics.loss`)."""
+    head_z_loss: float | None = None
+    """With `model.head_z_loss`: the mean of `logsumexp(logits)^2` over the valid tokens, without its weight; `loss` is
+    without it."""
 
 
 class Trainer:
@@ -138,6 +141,7 @@ class Trainer:
             loss_scale=loss_scale if self.config.precision == "fp16" else None,
             backed_off=parts.optimizer.step_backed_off,
             routers=seen,
+            head_z_loss=self._head_z_loss(tokens),
         )
 
     def evaluate(self) -> float | None:
@@ -228,6 +232,14 @@ class Trainer:
             }
             for batch in micro_batches
         ]
+
+    def _head_z_loss(self, tokens: int) -> float | None:
+        if not self.parts.shape.head_z_loss:
+            return None
+        own = torch.zeros((), dtype=torch.float64, device=self.parts.device)
+        for module in self.parts.modules:
+            own += module.take_head_z_loss()
+        return float(all_reduce(all_reduce(own, self.mesh.data), self.mesh.pp)) / max(tokens, 1)
 
     def _sum(self, count: int) -> int:
         """A count summed over the replicas; the ranks of one, context ranks among them, have the same."""

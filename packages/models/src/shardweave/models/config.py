@@ -121,6 +121,10 @@ class TransformerConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
 
+    head_z_loss: float = 0.0
+    """What the mean z-loss of a valid token is multiplied by, which is trained on beside the loss and keeps the logits
+    from drifting away together (arXiv 2204.02311, section 5, with 1e-4); 0: there is none."""
+
     experts: int = 0
     """Feed-forward networks of each block, of which a router chooses for each token; 0: one network, without a router.
     They and the router have no bias, whatever ``bias`` says."""
@@ -207,7 +211,7 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: {value!r} must be a whole number of at least {least}")
-        for name in ("balance_loss", "router_z_loss"):
+        for name in ("balance_loss", "router_z_loss", "head_z_loss"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: {value} must be a finite number of at least 0, which turns it off")

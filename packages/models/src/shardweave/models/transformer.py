@@ -34,6 +34,7 @@ from shardweave.comm import (
 from shardweave.tensor_parallel import (
     Alibi,
     ColumnParallelLinear,
+    Losses,
     MixtureOfExperts,
     Overlap,
     Rotary,
@@ -53,6 +54,7 @@ from .cache import Cache
 from .config import TransformerConfig
 from .dropout import Masks, streams_from_torch
 from .embedding import PositionEmbedding
+from .head_z_loss import HeadZLoss, with_gradient_of
 from .initialize import initialize_module
 from .norms import make_norm
 from .parts import Part
@@ -140,6 +142,7 @@ class Transformer(nn.Module):
                 f"expert={expert!r} for a model without experts; set experts in the config, or leave the axis out"
             )
         self._expert, self._expert_data = expert, expert_data
+        self._head_z = HeadZLoss()
         self._build(dtype, context_form)
         mark_partial((p for p in self.parameters() if not _summed_over(p, self.context)), self.context)
         name_parameters(self)
@@ -320,6 +323,9 @@ class Transformer(nn.Module):
         ``targets`` ``[b, s]`` int64, ``ignore_index`` where there is none. Divide by the number of valid tokens of the
         whole global batch: a mean taken here would weigh short micro-batches too much. Without any valid token the loss
         is 0, and so are the gradients.
+
+        With ``config.head_z_loss``, in training, the gradient is that of the loss and of the z-loss, but what is
+        returned is the loss alone (:meth:`take_head_z_loss` has the other).
         """
         ranks = self._cut.ranks if self.chunked_loss else self.context.size
         if targets.dim() != 2 or (output.shape[0] * ranks, output.shape[1]) != targets.t().shape:
@@ -329,13 +335,22 @@ class Transformer(nn.Module):
                 f"targets are [b, s] where {what} are [s{f' / {ranks}' if ranks > 1 else ''}, b, {width}]"
             )
         own = cut_context(targets, self.context, 1).t()
+        z = self.config.head_z_loss if self.training else 0.0
+        each = self._losses(output, own, ignore_index, z)
+        if not z:
+            return each.loss.sum()
+        z_loss = each.z_loss.sum()
+        self._head_z.note(z_loss, z)
+        return with_gradient_of(each.loss.sum(), z_loss)
+
+    def _losses(self, output: Tensor, own: Tensor, ignore_index: int, z: float) -> Losses:
+        """Of each token of ``own`` targets, ``[s, b]``."""
         size = self.config.vocab
         if not self.chunked_loss:
-            each = vocab_parallel_cross_entropy(
-                output, own, self.axis, vocab_size=size, ignore_index=ignore_index
+            return vocab_parallel_cross_entropy(
+                output, own, self.axis, vocab_size=size, ignore_index=ignore_index, z_loss=z, parts=True
             )
-            return each.sum()
-        each = vocab_parallel_head_loss(
+        return vocab_parallel_head_loss(
             output,
             self.embedding.weight if self.config.tie_embeddings else self.head.weight,
             own,
@@ -343,8 +358,20 @@ class Transformer(nn.Module):
             vocab_size=size,
             sequence_dim=0 if self.sequence_parallel else None,
             ignore_index=ignore_index,
+            z_loss=z,
+            parts=True,
         )
-        return each.sum()
+
+    def take_head_z_loss(self) -> Tensor:
+        """The sum of ``logsumexp(logits)^2`` over the valid tokens that :meth:`loss` has seen in training since the
+        last call.
+
+        0-d float64, equal on all tensor ranks; with a context axis of this rank's own tokens; 0 without
+        ``config.head_z_loss``, and of a part without the head. ``head_z_loss`` times its mean was added to what was
+        trained on.
+        """
+        device = next((parameter.device for parameter in self.parameters()), "cpu")
+        return self._head_z.take(device)
 
     def logits(self, output: Tensor) -> Tensor:
         """This rank's logits ``[s, b, vocab_r]``, from what :meth:`forward` gave: these themselves, or hidden states

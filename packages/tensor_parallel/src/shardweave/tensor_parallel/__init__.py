@@ -65,6 +65,7 @@ from .public_plans import plan_for
 from .replicas import assert_replicas_equal, check_replicas, mark_partial
 from .rotary import Rotary
 from .rotary_scaling import RotaryScaling, rotary_frequencies
+from .token_loss import Losses
 
 __all__ = [
     "ATTENTION",
@@ -77,6 +78,7 @@ __all__ = [
     "FusedLayers",
     "Kept",
     "LayerCache",
+    "Losses",
     "MixtureOfExperts",
     "Overlap",
     "ParallelAttention",

@@ -11,7 +11,7 @@ size is made before their gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from shardweave.comm import Axis
 from .eager import eager
 from .features import FeatureSplit, split_features
 from .products import as_rows
-from .token_loss import Labels, LossTerms, Statistics, TokenNumbers, labels_here
+from .token_loss import Labels, Losses, LossTerms, Statistics, TokenNumbers, labels_here, parts_or_sum
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -31,6 +31,34 @@ _CHUNK_ON_CPU = 1 << 18
 
 _CHUNK_ON_ACCELERATOR = 1 << 26
 """256 MiB of float32: enough to fill a device, little beside its memory."""
+
+
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    parts: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    parts: Literal[True],
+) -> Losses: ...
 
 
 @eager
@@ -43,7 +71,8 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-) -> Tensor:
+    parts: bool = False,
+) -> Tensor | Losses:
     """The loss of each token, the same on every rank of ``axis``.
 
     ``logits``: ``[..., vocab_r]``, this rank's columns, split as ``split_sizes(vocab_size, axis.size)`` says
@@ -55,6 +84,8 @@ def vocab_parallel_cross_entropy(
     ``z_loss``: adds ``z_loss * logsumexp(logits)^2`` to each token's loss, which keeps the softmax' normaliser near
     1 (Chowdhery et al., section 5, arXiv:2204.02311, with 1e-4). ``label_smoothing``: this part of each label is
     spread evenly over the whole vocabulary, as in ``F.cross_entropy`` (Szegedy et al., section 7, arXiv:1512.00567).
+    ``parts``: whether to return both apart, each like ``[...]``, as :class:`Losses`: what is reported is mostly the
+    first, what is trained on their sum.
 
     Raises:
         ValueError: when shapes do not fit, an option is out of its range, or a target is outside the vocabulary
@@ -70,33 +101,33 @@ def vocab_parallel_cross_entropy(
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}")
     labels = labels_here(targets, ignore_index, split)
-    loss: Tensor = _CrossEntropy.apply(logits, labels, axis, split, terms)  # type: ignore[no-untyped-call]
-    return loss.view(targets.shape)
+    loss, z = _CrossEntropy.apply(logits, labels, axis, split, terms)  # type: ignore[no-untyped-call]
+    return parts_or_sum(loss, z, targets.shape, parts=parts)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Labels, axis: Axis, split: FeatureSplit, terms: LossTerms
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         rows = as_rows(logits)  # [tokens, vocab_r]
         numbers = TokenNumbers(labels, split, terms, logits.dtype)
         for part in _chunks(rows):
             numbers.note(rows[part], part)
-        loss, statistics = numbers.loss(axis)
+        loss, z, statistics = numbers.loss(axis)
         ctx.save_for_backward(logits, statistics.largest, statistics.exponentials)
         ctx.labels, ctx.terms = labels, terms
-        return loss
+        return loss, z
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor, d_z: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, *of_tokens = ctx.saved_tensors
         statistics, rows = Statistics(*of_tokens), as_rows(logits)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for part in _chunks(rows):
             own = d_rows[part]
-            gradient = statistics.gradient(rows[part], part, ctx.labels, ctx.terms, d_loss, out=own)
+            gradient = statistics.gradient(rows[part], part, ctx.labels, ctx.terms, d_loss, d_z, out=own)
             if gradient is not own:
                 own.copy_(gradient)
         return d_rows.view(logits.shape), None, None, None, None

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from .asking import check_dtypes
 from .eager import eager
 from .features import FeatureSplit, split_features
 from .products import Call, as_rows, new_call
-from .token_loss import Labels, LossTerms, Statistics, TokenNumbers, labels_here
+from .token_loss import Labels, Losses, LossTerms, Statistics, TokenNumbers, labels_here, parts_or_sum
 from .weights import ReadAgain, now_or_later, queue_of
 
 __all__ = ["vocab_parallel_head_loss"]
@@ -47,6 +47,42 @@ _CHUNK_ON_CPU = 1 << 23
 
 _CHUNK_ON_ACCELERATOR = 1 << 26
 """256 MiB of float32."""
+
+
+@overload
+def vocab_parallel_head_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int,
+    bias: Tensor | None = None,
+    sequence_dim: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    chunk: int | None = None,
+    parts: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_head_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int,
+    bias: Tensor | None = None,
+    sequence_dim: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    chunk: int | None = None,
+    parts: Literal[True],
+) -> Losses: ...
 
 
 @eager
@@ -63,7 +99,8 @@ def vocab_parallel_head_loss(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     chunk: int | None = None,
-) -> Tensor:
+    parts: bool = False,
+) -> Tensor | Losses:
     """The cross entropy of each token, from its hidden state: ``column_linear`` and its loss without the logits.
 
     Every rank of ``axis`` calls it. ``x``: ``[..., h]``, the same on every rank, or this rank's part along
@@ -72,10 +109,10 @@ def vocab_parallel_head_loss(
     ``targets``: ids ``[...]`` of the whole sequence, the same on every rank. Returns ``[...]`` like ``targets``, the
     same on every rank, in float32 or wider.
 
-    ``ignore_index``, ``z_loss`` and ``label_smoothing`` are those of :func:`vocab_parallel_cross_entropy`, and the
-    collectives are the same two, however many chunks there are, beside the gathering of ``x`` (with ``sequence_dim``)
-    and the sum of its gradient. ``chunk``: how many tokens' logits are held at once; by default some 8 million
-    numbers' worth on a CPU, 67 million on an accelerator. Forward holds twice that much.
+    ``ignore_index``, ``z_loss``, ``label_smoothing`` and ``parts`` are those of :func:`vocab_parallel_cross_entropy`,
+    and the collectives are the same two, however many chunks there are, beside the gathering of ``x`` (with
+    ``sequence_dim``) and the sum of its gradient. ``chunk``: how many tokens' logits are held at once; by default some
+    8 million numbers' worth on a CPU, 67 million on an accelerator. Forward holds twice that much.
 
     Raises:
         ValueError: when shapes do not fit, an option is out of its range, or a target is outside the vocabulary
@@ -106,8 +143,8 @@ def vocab_parallel_head_loss(
         raise ValueError(f"chunk {chunk}: at least one token's logits are held at a time")
     labels = labels_here(targets, ignore_index, split)
     head = _Head(call, split, terms, labels, chunk)
-    loss: Tensor = _HeadLoss.apply(x, weight, bias, head)  # type: ignore[no-untyped-call]
-    return loss.view(targets.shape)
+    loss, z = _HeadLoss.apply(x, weight, bias, head)  # type: ignore[no-untyped-call]
+    return parts_or_sum(loss, z, targets.shape, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -150,8 +187,10 @@ class _Head:
         """Once for all chunks."""
         return self.call.cast(weight), None if bias is None else self.call.cast(bias)
 
-    def loss(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Statistics]:
-        """Of all tokens, ``[tokens]``."""
+    def loss(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Statistics]:
+        """Of all tokens, ``[tokens]``, and their z loss, if there is one."""
         weight, bias = self.cast(weight, bias)
         numbers = TokenNumbers(self.labels, self.split, self.terms, rows.dtype)
         for part in self.chunks(rows):
@@ -163,7 +202,7 @@ class _Head:
         x: Tensor,
         parameters: tuple[Tensor, ...],
         statistics: Statistics,
-        d_loss: Tensor,
+        d_losses: tuple[Tensor, Tensor | None],
         wanted: _Wanted,
     ) -> _Gradients:
         """Of ``x`` (this rank's summand), the weight and the bias, as far as they are wanted."""
@@ -175,7 +214,7 @@ class _Head:
         d_bias = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if wanted.bias else None
         for part in self.chunks(rows):
             d_logits = F.linear(rows[part], weight, bias)  # the logits, and in their place:
-            d_logits = statistics.gradient(d_logits, part, self.labels, self.terms, d_loss, out=d_logits)
+            d_logits = statistics.gradient(d_logits, part, self.labels, self.terms, *d_losses, out=d_logits)
             if d_bias is not None:
                 d_bias.add_(d_logits.sum(0))
             d_logits = d_logits.to(rows.dtype)
@@ -193,17 +232,19 @@ class _Head:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: _Head) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
+    ) -> tuple[Tensor, Tensor | None]:
         own = head.call.cast(x)
-        loss, statistics = head.loss(as_rows(head.call.gathered(own)), weight, bias)
+        loss, z, statistics = head.loss(as_rows(head.call.gathered(own)), weight, bias)
         ctx.save_for_backward(own, statistics.largest, statistics.exponentials)
         ctx.head, ctx.dtype = head, x.dtype
         ctx.parameters = ReadAgain((weight,) if bias is None else (weight, bias))
-        return loss
+        return loss, z
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor, d_z: Tensor | None) -> tuple[Tensor | None, ...]:
         head: _Head = ctx.head
         own, *of_tokens = ctx.saved_tensors
         statistics, read_again = Statistics(*of_tokens), ctx.parameters
@@ -211,7 +252,7 @@ class _HeadLoss(torch.autograd.Function):
 
         def gradients(wanted: _Wanted) -> _Gradients:
             parameters = read_again.read()
-            return head.gradients(head.call.gathered(own), parameters, statistics, d_loss, wanted)
+            return head.gradients(head.call.gathered(own), parameters, statistics, (d_loss, d_z), wanted)
 
         weight = read_again.read()[0]
         deferred = queue_of((weight,), (wants_weight,)) is not None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from shardweave.comm import Axis, all_reduce
 from .embedding import check_ids
 from .features import FeatureSplit
 
-__all__ = ["Labels", "LossTerms", "Statistics", "TokenNumbers", "labels_here"]
+__all__ = ["Labels", "LossTerms", "Losses", "Statistics", "TokenNumbers", "labels_here", "parts_or_sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +93,19 @@ class Statistics:
         labels: Labels,
         terms: LossTerms,
         d_loss: Tensor,
+        d_z: Tensor | None,
         *,
         out: Tensor,
     ) -> Tensor:
         """The gradient of the tokens ``part``: ``[rows, vocab_r]`` like their ``logits``, float32 or wider.
 
-        ``d_loss``: ``[tokens]``, of all tokens. ``out``: where it goes if its dtype is wide enough, and else a new
-        tensor is made; it may be ``logits``, where nobody needs them any more.
+        ``d_loss``, ``d_z``: ``[tokens]``, of all tokens' losses and of their z losses. ``out``: where it goes if its
+        dtype is wide enough, and else a new tensor is made; it may be ``logits``, where nobody needs them any more.
         """
         scale, largest, exponentials = d_loss[part], self.largest[part], self.exponentials[part]
         of_softmax = scale  # d loss / d log(s): 1, and the z loss' part
-        if terms.z_loss:
-            of_softmax = scale * (1 + 2 * terms.z_loss * (exponentials.log() + largest))
+        if d_z is not None:
+            of_softmax = scale + d_z[part] * (2 * terms.z_loss * (exponentials.log() + largest))
         wide, shift = logits.to(largest.dtype), largest.unsqueeze(-1)
         gradient = torch.sub(wide, shift, out=out) if out.dtype == wide.dtype else wide - shift
         gradient.exp_().mul_((of_softmax / exponentials).unsqueeze(-1))
@@ -113,6 +115,15 @@ class Statistics:
         gradient.scatter_add_(-1, labels.column[part].unsqueeze(-1), own)
         # filled, not multiplied: an ignored token may have logits that are not finite
         return gradient if labels.all_valid else gradient.masked_fill_(~labels.valid[part].unsqueeze(-1), 0)
+
+
+class Losses(NamedTuple):
+    """Of each token, apart: what ``parts=True`` asks for."""
+
+    loss: Tensor
+    """The cross entropy."""
+    z_loss: Tensor
+    """The z loss, with its factor; 0 without one."""
 
 
 class TokenNumbers:
@@ -138,8 +149,9 @@ class TokenNumbers:
             sums[2].copy_(shifted.sum(-1))
         sums[0].copy_(shifted.exp_().sum(-1))
 
-    def loss(self, axis: Axis) -> tuple[Tensor, Statistics]:
-        """The loss of each token, ``[tokens]``, 0 where it is ignored; two collectives over ``axis``."""
+    def loss(self, axis: Axis) -> tuple[Tensor, Tensor | None, Statistics]:
+        """The loss of each token and its z loss, if there is one: ``[tokens]`` each, 0 where it is ignored; two
+        collectives over ``axis``."""
         terms, own = self._terms, self._largest.clone()
         largest = all_reduce(self._largest, axis, "max")
         self._sums[0].mul_((own - largest).exp_())
@@ -150,9 +162,17 @@ class TokenNumbers:
         loss = logarithm - (1 - terms.label_smoothing) * (sums[1] - largest)
         if terms.label_smoothing:
             loss = loss - (terms.label_smoothing / terms.vocab_size) * sums[2]
+        z, ignored = None, ~self._labels.valid
         if terms.z_loss:
-            loss = loss + terms.z_loss * (logarithm + largest).square()
-        return loss.masked_fill_(~self._labels.valid, 0), Statistics(largest, sums[0])
+            z = (terms.z_loss * (logarithm + largest).square()).masked_fill_(ignored, 0)
+        return loss.masked_fill_(ignored, 0), z, Statistics(largest, sums[0])
+
+
+def parts_or_sum(loss: Tensor, z: Tensor | None, shape: torch.Size, *, parts: bool) -> Tensor | Losses:
+    """What the loss functions return: both, or their sum, in the shape of the targets."""
+    if not parts:
+        return (loss if z is None else loss + z).view(shape)
+    return Losses(loss.view(shape), (torch.zeros_like(loss) if z is None else z).view(shape))
 
 
 def _finite(largest: Tensor) -> Tensor:
