@@ -214,7 +214,7 @@ class _ColumnProduct(torch.autograd.Function):
 class _RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.call, ctx.dtype = call, x.dtype
+        ctx.call, ctx.dtype, ctx.shape = call, x.dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         own = call.cast(x)
         ctx.weights = ReadAgain((weight,))
@@ -252,21 +252,19 @@ class _RowProduct(torch.autograd.Function):
         if call.sequence_dim is not None and (wants_x or wants_weight) and not in_pieces:
             gathering = comm.start_all_gather(dy, call.axis, call.sequence_dim)
         # Under sequence parallelism this is the sum over this rank's tokens: a partial gradient.
-        dy_rows = as_rows(dy)
-        d_bias = dy_rows.sum(0).to(ctx.bias_dtype) if wants_bias else None
-        full: Tensor | None = dy if gathering is None else gathering.wait()
-        full_rows = dy_rows if full is dy else None
+        own_rows = as_rows(dy)
+        d_bias = own_rows.sum(0).to(ctx.bias_dtype) if wants_bias else None
+        rows: Tensor | None = own_rows if gathering is None else as_rows(gathering.wait())
         if in_pieces and call.pieces_dim is not None:
             multiply, features = _writes_inputs(weights, call), weights[0].shape[1]
             dx, full = gathered_product(dy, multiply, features, call.axis, call.pieces_dim, keep=wants_weight)
-        elif wants_x and full is not None:
-            full_rows = as_rows(full) if full_rows is None else full_rows
-            dx = _input_gradient(full_rows, weights, call)
-            dx = dx.view(*full.shape[:-1], dx.shape[-1])
+            rows = None if full is None else as_rows(full)
+        elif wants_x and rows is not None:
+            dx = _input_gradient(rows, weights, call)
+            dx = dx.view(*ctx.shape[:-1], dx.shape[-1])
 
         def d_weights() -> list[Tensor | None]:
-            assert full is not None
-            rows = as_rows(full) if full_rows is None else full_rows
+            assert rows is not None
             return _weight_gradients(rows, as_rows(x), weights, (True,))
 
         (now,) = now_or_later(weights, (wants_weight,), d_weights)
