@@ -99,9 +99,14 @@ def test_on_ranks_the_text_is_that_of_one_process(tmp_path: Path, capsys: pytest
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.chunks=2")
     asked = ("--prompt", "ab", "--prompt", "the ", "--tokens", "12", "--top-k", "40", "--seed", "3")
     status, out, err = run(tmp_path, "generate", "run", *asked, *layout)
-    assert (status, out) == (0, alone), err
+    assert (status, out, err) == (0, alone, "")
     assert alone.startswith("ab")
     assert "\nthe " in alone
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "rank-00000.safetensors").write_bytes(b"x")
+    status, out, err = run(tmp_path, "generate", "run", *asked, "parallel.pipeline=2")
+    assert (status, out) == (2, "")
+    assert "rank-00000.safetensors has 1 bytes" in err
+    assert "give an earlier checkpoint instead of the run: " in err
 
 
 def test_on_ranks_mistakes_are_said_before_one_starts(tmp_path: Path) -> None:

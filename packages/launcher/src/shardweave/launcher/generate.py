@@ -21,7 +21,7 @@ from shardweave.models import Transformer
 from shardweave.models import generate as sample
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors
 
-__all__ = ["encoded", "generate_text", "load_model", "locate", "located"]
+__all__ = ["encoded", "generate_text", "load_model", "locate", "located", "others"]
 
 
 def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int:
@@ -32,7 +32,7 @@ def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int
         texts = encoded(words, prompts)
         model = load_model(run, checkpoint)
     except CheckpointError as error:
-        return fail(CheckpointError(f"{error}{_others(path)}"))
+        return fail(CheckpointError(f"{error}{others(path)}"))
     except ConfigError as error:
         return fail(error)
     for text in texts:
@@ -64,7 +64,7 @@ def located(path: Path) -> tuple[Path, Path]:
     try:
         return locate(path)
     except CheckpointError as error:
-        raise ConfigError([Problem((), f"{error}{_others(path)}")]) from None
+        raise ConfigError([Problem((), f"{error}{others(path)}")]) from None
 
 
 def load_model(run: Path, checkpoint: Path) -> Transformer:
@@ -84,13 +84,13 @@ def load_model(run: Path, checkpoint: Path) -> Transformer:
     with torch.no_grad():
         for name, parameter in held.items():
             parameter.copy_(weights[name])
-        others = read_tensors(checkpoint, [f"extra/{name}" for name in buffers]) if buffers else {}
+        extra = read_tensors(checkpoint, [f"extra/{name}" for name in buffers]) if buffers else {}
         for name, buffer in buffers.items():
-            buffer.copy_(others[f"extra/{name}"])
+            buffer.copy_(extra[f"extra/{name}"])
     return model.eval()
 
 
-def _others(path: Path) -> str:
+def others(path: Path) -> str:
     """What else a run has, when its newest checkpoint cannot be read: a person decides, not a silent fall back."""
     try:
         older = [str(one) for _, one in complete_checkpoints(path / "checkpoints")[:-1]]

@@ -25,11 +25,10 @@ _KEYS = (
 )  # fmt: skip
 """What changes where a text is made, and not the text."""
 
-_WHOLE_SEQUENCES = (
-    "parallel={sequence: false, keep_inputs: false, decomposed: false}",
-    "comm.compression=none",
-)
-"""One token at a time cannot be cut over ranks; and no gradient is sent."""
+_NOTHING_TRAINED = (
+    "parallel={sequence: true, keep_inputs: false, decomposed: false}", "comm.compression=none",
+)  # fmt: skip
+"""Defaults, where a run's own setting is for training alone."""
 
 
 def generate_on_ranks(
@@ -49,7 +48,7 @@ def _generate(
 ) -> int:
     from dataclasses import asdict
 
-    from shardweave.launcher.generate import encoded, located
+    from shardweave.launcher.generate import encoded, located, others
     from shardweave.launcher.layout import check_fit, layout_of
     from shardweave.launcher.reading import read_config
     from shardweave.launcher.shape import transformer_config
@@ -59,7 +58,7 @@ def _generate(
     run, checkpoint = located(path)
     _check(overrides)
     loaded = read_config(
-        run / "config.yaml", [*ONE_PROCESS, *_WHOLE_SEQUENCES, *_placement(overrides), *overrides]
+        run / "config.yaml", [*ONE_PROCESS, *_NOTHING_TRAINED, *_placement(overrides), *overrides]
     )
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -75,6 +74,7 @@ def _generate(
         payload = {
             "config": config.model_copy(update={"batch": batch}).plain(),
             "checkpoint": str(checkpoint),
+            "otherwise": others(path),
             "texts": encoded(words, prompts),
             "result": str(result),
             **asdict(sampling),
@@ -103,9 +103,14 @@ def _check(overrides: Sequence[str]) -> None:
 
 
 def _placement(overrides: Sequence[str]) -> list[str]:
-    """With several stages on a rank and no word on how they lie, as most schedules have them."""
+    """What follows from the layout: one token at a time cannot be cut over tensor ranks; and with several stages on a
+    rank and no word on how they lie, they lie as most schedules have them."""
     given = {
         key.strip(): value.strip() for key, _, value in (override.partition("=") for override in overrides)
     }
+    shared = given.get("parallel.tensor", "1") != "1"
     several = given.get("parallel.chunks", "1") != "1" and "parallel.schedule" not in given
-    return ["parallel.schedule=interleaved"] if several else []
+    return [
+        *(["parallel.sequence=false"] if shared else []),
+        *(["parallel.schedule=interleaved"] if several else []),
+    ]

@@ -24,14 +24,15 @@ __all__ = ["main"]
 
 def main(payload: Mapping[str, Any]) -> None:
     """Continues `payload["texts"]`, lists of tokens, with the weights of `payload["checkpoint"]`, of which this rank
-    reads its own; the first rank leaves the longer lists in the file `payload["result"]`."""
+    reads its own; the first rank leaves the longer lists in the file `payload["result"]`. `payload["otherwise"]`: what
+    a person may do when it is damaged."""
     config, checkpoint = Config.model_validate(payload["config"]), Path(payload["checkpoint"])
     with joined_mesh(config) as mesh:
         try:
             modules, pipeline = stages_with(config, mesh, FromCheckpoint(checkpoint))
             _read_buffers(modules, checkpoint)
         except CheckpointError as error:
-            raise AgreedEnd(USAGE_ERROR, str(error)) from error
+            raise AgreedEnd(USAGE_ERROR, f"{error}{payload['otherwise']}") from error
         for module in modules:
             module.eval()
         found = continue_together(
