@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardweave.comm import Mesh
 from shardweave.comm.testing import run_ranks
-from shardweave.pipeline import Pipeline, runner, schedule
-from shardweave.pipeline.values import Value
+from shardweave.pipeline import Pipeline, guesses, runner, schedule
+from shardweave.pipeline.values import Value, signature_of
 
 WIDTH = 5
 
@@ -96,15 +96,17 @@ def tuples(by_order: bool) -> None:
     mesh = Mesh(pp=3)
     if by_order:
         runner._honours_tags = lambda axis: False
-    inputs, targets = batch([4, 4, 4])
-    for dynamic in (True, False):
+    # The third step of the same shapes goes without headers, and in the fourth two of the three are not as expected.
+    for dynamic, steps in ((True, [(4, 4, 4)] * 3 + [(4, 3, 5)]), (False, [(4, 4, 4)] * 2)):
         whole, mine = [Fork(), Through(), Join()], [Fork(), Through(), Join()][mesh.pp.rank]
-        for x, target in zip(inputs, targets, strict=True):
-            squares(whole[2](*whole[1](*whole[0](x))), target).backward()
         plan = schedule("1f1b", stages=3, micro_batches=3)
         pipeline = Pipeline([mine], mesh.pp, plan, loss=squares, dynamic_shapes=dynamic)
-        for _ in range(2):
-            mine.zero_grad()
+        for sizes in steps:
+            inputs, targets = batch(sizes)
+            for module in (mine, *whole):
+                module.zero_grad()
+            for x, target in zip(inputs, targets, strict=True):
+                squares(whole[2](*whole[1](*whole[0](x))), target).backward()
             pipeline.step(inputs, targets)
             for p, its in zip(mine.parameters(), whole[mesh.pp.rank].parameters(), strict=True):
                 close(p.grad, its.grad)
@@ -114,6 +116,50 @@ def tuples(by_order: bool) -> None:
 def test_tuples_between_stages(by_order: bool) -> None:
     """Non-contiguous, boolean, integer, constant, unused and empty tensors."""
     run_ranks(tuples, 3, by_order)
+
+
+def test_what_was_alike_twice_goes_without_a_header() -> None:
+    plan, mine = schedule("1f1b", stages=3, micro_batches=3), [Block(0) for _ in range(3)]
+    whole = [Block(0) for _ in range(3)]
+    ranks = Together(plan, mine, loss=squares)
+    sent = []
+    for sizes in [(4, 2, 3)] * 3 + [(4, 2, 5), (4, 2, 5), (4, 2, 3), (4, 0, 3), (4, 0, 3), (4, 0, 3)]:
+        inputs, targets = batch(sizes)
+        for module in (*whole, *mine):
+            module.zero_grad()
+        for x, target in zip(inputs, targets, strict=True):
+            squares(whole[2](whole[1](whole[0](x))), target).backward()
+        ranks.step(inputs, targets)
+        close([p.grad for m in mine for p in m.parameters()], [p.grad for m in whole for p in m.parameters()])
+        sent.append(ranks.sent)
+    # Two links, three values and as many gradients. A header is one more, on either link, and an escape yet another;
+    # what is empty has no room for one and keeps its header.
+    assert sent == [18, 18, 12, 16, 14, 16, 18, 14, 14]
+
+
+class Same(nn.Module):
+    """The identity, with a parameter, so that there is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * self.weight
+
+
+def test_a_value_that_looks_like_an_escape_arrives() -> None:
+    x = torch.ones(5, dtype=torch.float64)
+    alike = guesses.escape(signature_of(x), torch.device("cpu"))[0]
+    assert guesses.is_escape(alike)
+    ranks = Together(schedule("1f1b", stages=2, micro_batches=1), [Same(), Same()], loss=squares)
+    sent = []
+    for value in (x, x, alike, alike, x):
+        total = ranks.step([value], [torch.zeros(())])
+        assert total is not None
+        close(total, value.square().sum())
+        sent.append(ranks.sent)
+    assert sent == [3, 3, 4, 4, 2]
 
 
 class Named(nn.Module):

@@ -74,6 +74,11 @@ class Wire:
             return buffer.copy_(sent)
 
     @property
+    def sent(self) -> int:
+        """Messages that were sent."""
+        return sum(count for (kind, *_), count in self._posted.items() if kind == "send")
+
+    @property
     def is_empty(self) -> bool:
         """Whether everything that was sent was received."""
         return not self._under_way
@@ -104,6 +109,8 @@ class Together:
             for rank in range(plan.num_ranks)
         ]
         self._shapes = [Shapes(dynamic_shapes) for _ in range(plan.num_ranks)]
+        self.sent = 0
+        """Messages of the last step."""
 
     def step(
         self,
@@ -117,31 +124,32 @@ class Together:
         """The sum of the losses, from whichever rank has it; no other has any."""
         feed, wire = Feed(inputs, targets, arguments, scale, seed), Wire()
         ranks = range(self.plan.num_ranks)
-        executions = [self._execution(rank, feed, wire) for rank in ranks]
+        mailboxes = [self._mailbox(rank, wire) for rank in ranks]
+        executions = [Execution(self._stages[rank], mailboxes[rank], feed, self._recompute) for rank in ranks]
         with ExitStack() as held:
             holds = [held.enter_context(Holds(self._stages[rank], self._programs[rank])) for rank in ranks]
             self._in_turn(
                 [execution.steps(self._programs[r], holds[r]) for r, execution in enumerate(executions)]
             )
         assert wire.is_empty
-        for shapes in self._shapes:
-            shapes.settled = True
+        self.sent = wire.sent
+        for mailbox in mailboxes:
+            mailbox.finish()
         last = self.plan.rank_of_stage[-1]
         assert all(execution.total is None for rank, execution in enumerate(executions) if rank != last)
         return executions[last].total
 
-    def _execution(self, rank: int, feed: Feed, wire: Wire) -> Execution:
+    def _mailbox(self, rank: int, wire: Wire) -> Mailbox:
         size = self.plan.num_ranks
         group = cast(dist.ProcessGroup, object())  # nobody communicates over it
         axis = Axis("pp", tuple(range(size)), rank, group if size > 1 else None)
-        mailbox = Mailbox(
+        return Mailbox(
             axis,
             self._shapes[rank],
             torch.device("cpu"),
             tagged=self._tagged,
             exchange=partial(wire.exchange, rank),
         )
-        return Execution(self._stages[rank], mailbox, feed, self._recompute)
 
     def _in_turn(self, programs: Sequence[Any]) -> None:
         """Carries all out, each as far as it gets, until none goes on."""

@@ -21,7 +21,7 @@ from shardweave.comm import GradientWork, RandomFork, WeightGradients, gradient_
 from .actions import Action
 from .feed import Feed
 from .mailbox import Mailbox
-from .programs import Exchange, Program, Run, Settle, Step
+from .programs import Exchange, Program, Run, Step
 from .recompute import Recompute
 from .stage import Received, Running, Stage, enter
 from .values import Signature, Value, parts_of
@@ -87,6 +87,7 @@ class Execution:
         recompute: frozenset[int] = frozenset(),
     ) -> None:
         self._stages, self._mailbox, self._feed, self._recompute = stages, mailbox, feed, recompute
+        self._made: tuple[tuple[int, int], _Made] | None = None
         self._running: dict[tuple[int, int], Running] = {}
         self._recomputes: dict[tuple[int, int], Recompute] = {}
         self._deferred: dict[tuple[int, int], WeightGradients] = {}
@@ -109,11 +110,13 @@ class Execution:
         try:
             for step in program:
                 yield step
+                if isinstance(step, Exchange):
+                    self._mailbox.post(step.transfers)
+                    continue
+                self._keep()
                 if isinstance(step, Run):
                     self._act(step.action, holds)
-                elif isinstance(step, Exchange):
-                    self._mailbox.post(step.transfers)
-                elif isinstance(step, Settle):
+                else:
                     self._mailbox.settle(step.actions)
         finally:
             for queue in self._deferred.values():
@@ -140,7 +143,7 @@ class Execution:
         else:
             made = self._call(action, received)
             if torch.is_grad_enabled():
-                self._running[key] = self._kept(stage, made)
+                self._made = key, made
         if not stage.is_last:
             tensors = parts_of(made.output)
             # Detached: the next stage's graph begins with its own leaves, also when it is on this rank.
@@ -183,6 +186,13 @@ class Execution:
             if fork is not None:
                 fork.end()
         return _Made(leaves, output, signature, loss)
+
+    def _keep(self) -> None:
+        """Keeps what the last forward's backward needs. Not before its output is on its way: somebody waits for it."""
+        if self._made is not None:
+            (index, micro_batch), made = self._made
+            self._made = None
+            self._running[index, micro_batch] = self._kept(self._stages[index], made)
 
     def _kept(self, stage: Stage, made: _Made) -> Running:
         """What backward needs of a call."""

@@ -83,7 +83,8 @@ class Pipeline:
                 itself, and there are no targets.
             dynamic_shapes: whether micro-batches may differ in shape. If not, shapes are fixed by the first
                 step, messages go without headers and can all be posted ahead, and ranks do not check with
-                each other before every step: faster, and stricter.
+                each other before every step: faster, and stricter. Where they may, messages that were alike in the last
+                two steps go without a header as well, on gloo.
             device: where received tensors live; ``None``: where the first parameter is, else the CPU.
             recompute: stages (all with ``True``) that keep their inputs instead of their activations, and run
                 forward once more in front of their backward, with the same random numbers of torch's generators. On the
@@ -248,7 +249,7 @@ class Pipeline:
             execution.outputs = []
         with self._turns.turn(mode), Holds(self.stages, program) as holds:
             execution.run(program, holds)
-        shapes.settled = True
+        mailbox.finish()
         return execution
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -62,6 +63,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its memory."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' (grad)' if self.requires_grad else ''}"
