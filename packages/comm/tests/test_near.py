@@ -265,3 +265,22 @@ def test_a_neighbour_that_is_killed_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 .*SIGKILL"):
         run_ranks(die, 2, tmp_path / "seen", timeout=30)
     assert float((tmp_path / "seen").read_text()) < 5.0
+
+
+@pytest.mark.ranks(3)
+def test_what_a_rank_reads_last_of_all_is_there_until_then() -> None:
+    """The others are through with its numbers, and it writes others, before it combines its own."""
+    axis = Mesh(tp=3).tp
+    rank = axis.rank
+    for round_ in range(20):
+        mine = numbers(rank + round_, 9, torch.float64)
+        sums = [comm.start_all_reduce(mine.clone(), axis), comm.start_reduce_scatter(mine, axis)]
+        if rank != round_ % 3:
+            first = [pending.wait() for pending in sums]
+        for _ in range(3):  # with which the others say what they have read
+            comm.all_gather(torch.full((9,), float(rank)), axis)
+        if rank == round_ % 3:
+            first = [pending.wait() for pending in sums]
+        right = torch.stack([numbers(other + round_, 9, torch.float64) for other in range(3)]).sum(0)
+        assert torch.equal(first[0], right)
+        assert torch.equal(first[1], right.view(3, 3)[rank])

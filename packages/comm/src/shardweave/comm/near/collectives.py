@@ -44,7 +44,7 @@ def all_reduce(buffer: Tensor, axis: Axis, op: str, *, blocking: bool) -> Steps 
     ``all_reduces.all_reduce``."""
     size = buffer.numel() * buffer.element_size()
     chosen = way(size, axis.size, op, blocking=blocking)
-    if chosen is None or (circle := _circle(buffer, axis)) is None:
+    if chosen is None or (circle := _circle(buffer, axis, "all-reduce")) is None:
         return None
     if size <= _PIECE:
         return chosen(buffer, axis, circle, op)
@@ -77,7 +77,7 @@ def all_gather(mine: Tensor, parts: Sequence[Tensor], axis: Axis) -> Steps | Non
     """Fills the contiguous ``parts`` with what each position has, this rank ``mine``, which may be its part of them;
     ``None``: not by this way."""
     sizes = [part.nbytes for part in parts]
-    if not min(sizes) or max(sizes) > _LATER or (circle := _circle(mine, axis)) is None:
+    if not min(sizes) or max(sizes) > _LATER or (circle := _circle(mine, axis, "all-gather")) is None:
         return None
     place = circle.place(mine)
     place.tensor.copy_(mine)
@@ -101,7 +101,7 @@ def reduce_scatter(
     if (
         not min(part.nbytes for part in parts)
         or whole.nbytes > _LATER
-        or (circle := _circle(whole, axis)) is None
+        or (circle := _circle(whole, axis, "reduce-scatter")) is None
     ):
         return None
     lengths, own = [len(part) for part in parts], axis.rank
@@ -125,8 +125,12 @@ def reduce_scatter(
     return Steps([given], _to_others(parts, axis), finish)
 
 
-def _circle(tensor: Tensor, axis: Axis) -> Circle | None:
-    return axis.circle if tensor.device.type == "cpu" and axis.size > 1 else None
+def _circle(tensor: Tensor, axis: Axis, kind: str) -> Circle | None:
+    """Kinds are kept apart, as they are by tags elsewhere: ranks may launch a gather and a reduction that are under way
+    together in different orders, as ZeRO's do."""
+    if tensor.device.type != "cpu" or axis.size == 1 or axis.circle is None:
+        return None
+    return axis.circle.apart(kind)
 
 
 def _swap(buffer: Tensor, axis: Axis, circle: Circle, op: str) -> Steps:

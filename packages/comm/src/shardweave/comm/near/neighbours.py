@@ -99,7 +99,9 @@ class Neighbours:
         return number
 
     def place(self, nbytes: int, readers: Sequence[int]) -> int:
-        """A place in this rank's region until all ``readers`` have said that they have read it."""
+        """A place in this rank's region until all ``readers`` have said that they have read it, and this rank, which
+        may be the last that does, has called :meth:`let_go`."""
+        readers = [*readers, self._rank]
         with self._news:
             offset = self._region.take(nbytes, readers, grow=False)
             if offset is None:
@@ -122,6 +124,11 @@ class Neighbours:
                 self._send(
                     peer, _HEADER.pack(key, number, offset, nbytes) + struct.pack(f"<{len(said)}Q", *said)
                 )
+
+    def let_go(self, offset: int) -> None:
+        """This rank itself does not need what lies there in its own region."""
+        with self._news:
+            self._region.let_go(offset, self._rank)
 
     def was_read(self, peer: int, offset: int) -> None:
         """What lay there is not needed any more; the peer is told with the next notice."""
@@ -248,6 +255,14 @@ class Circle:
         self._positions = [position for position in range(len(ranks)) if position != rank]
         """Of the others."""
         self._others = [ranks[position] for position in self._positions]
+        self._apart: dict[str, Circle] = {}
+
+    def apart(self, kind: str) -> Circle:
+        """The same ranks, for calls of one kind: only those of one kind have a common order."""
+        if kind not in self._apart:
+            key = blake2b(self._key + kind.encode(), digest_size=8).digest()
+            self._apart[kind] = Circle(self._neighbours, key, self._ranks, self._rank)
+        return self._apart[kind]
 
     def give(self, tensor: Tensor) -> Round:
         """Copies a contiguous ``tensor``, not empty, to where the others can read it, and says so.
@@ -281,7 +296,8 @@ class Circle:
     def _hear(self, position: int, number: int) -> tuple[int, int]:
         return self._neighbours.hear(self._ranks[position], self._key, number)
 
-    def _was_read(self, offsets: Mapping[int, int]) -> None:
+    def _end(self, place: Place, offsets: Mapping[int, int]) -> None:
+        self._neighbours.let_go(place.offset)
         for position, offset in offsets.items():
             self._neighbours.was_read(self._ranks[position], offset)
 
@@ -335,7 +351,7 @@ class Round:
 
     def end(self) -> None:
         """Nothing of it is read any more."""
-        self._circle._was_read(self._offsets)
+        self._circle._end(self._place, self._offsets)
 
 
 def _close(connections: Sequence[socket.socket], windows: Sequence[Window], bell: int) -> None:
