@@ -49,7 +49,7 @@ def test_published_weights_become_a_run_are_trained_and_go_out_again(published: 
     config = load_config(tmp_path / "runs/tuned/config.yaml")
     assert (config.run.name, config.model.weights, config.model.vocab, config.model.ffn) == (
         "tuned",
-        None,
+        str(published),
         257,
         22,
     )
@@ -76,6 +76,7 @@ def test_published_weights_become_a_run_are_trained_and_go_out_again(published: 
     assert status == 0, out + err
     assert "resumed from" in out
     assert "at step 0" in out
+    assert "start from step 0: runs/tuned/checkpoints/step-00000000" in " ".join(out.split())
     assert "warning: the text" not in out
     status, out, err = run(tmp_path, "export", "runs/tuned", "--out", "tuned", "--dtype", "bfloat16")
     assert (status, err) == (0, ""), out + err
@@ -111,9 +112,45 @@ def test_mistakes_end_with_status_2_and_a_sentence(published: Path, tmp_path: Pa
 def test_the_weights_of_a_configuration_that_is_not_theirs_are_refused_before_a_rank_starts(
     published: Path, tmp_path: Path
 ) -> None:
-    status, _, err = run(tmp_path, "train", "model.weights=published", "run.device=cpu")
+    for more in ((), ("--dry-run",)):
+        status, _, err = run(tmp_path, "train", "model.weights=published", "run.device=cpu", *more)
+        assert status == 2
+        assert "model.weights: published holds another model: layers: 4, but 2 in the directory" in err
+    status, _, err = run(tmp_path, "train", "model.weights=nothere", "--dry-run")
     assert status == 2
-    assert "model.weights: published holds another model: layers: 4, but 2 in the directory" in err
+    assert "model.weights: nothere/config.json does not exist" in err
+
+
+def test_an_imported_run_begins_with_its_weights_under_any_name_and_from_any_place(
+    published: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "text.txt").write_text("It is a truth universally acknowledged, " * 40)
+    status, out, err = run(tmp_path, "import", "published", "--out", "runs/one")
+    assert status == 0, out + err
+    short = [
+        "run.device=cpu",
+        "run.eval_every=0",
+        "batch.global=2",
+        "data.source=text.txt",
+        "optimizer.lr=1e-30",
+    ]
+    short += ["optimizer.min_lr=0", "optimizer.weight_decay=0", "run.steps=1"]
+    status, out, err = run(elsewhere, "train", "../runs/one/config.yaml", "run.name=two", *short)
+    assert status == 0, out + err
+    assert f"start from the weights in {published}" in " ".join(out.split())
+    held = read_tensors(elsewhere / "runs/two/checkpoints/step-00000001")
+    for name, values in from_huggingface(published).named_parameters():
+        assert torch.allclose(held[name], values.detach(), rtol=0, atol=1e-12), name
+
+    published.rename(tmp_path / "gone")
+    status, out, err = run(elsewhere, "train", "runs/two/config.yaml", "--dry-run")
+    assert status == 0, out + err  # a checkpoint goes before them
+    assert "start from step 1: runs/two" in " ".join(out.split())
+    status, out, err = run(elsewhere, "train", "runs/two/config.yaml", "run.name=three", "--dry-run")
+    assert status == 2
+    assert "config.json does not exist" in err
 
 
 def test_a_checkpoint_of_another_model_is_not_read(published: Path, tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ import time
 from rich.console import Console
 
 from shardweave.launcher.display import show_rows
-from shardweave.launcher.prepare import prepare
+from shardweave.launcher.prepare import find_start, prepare, start_text
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import config_text, read_config
 from shardweave.launcher.request import Request
-from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import resolved
 
@@ -38,15 +37,13 @@ def dry_run(request: Request) -> int:
     try:
         prepared = prepare(request)
         overview = prepared.overview
-        run = RunDirectory.of(prepared.config)
-        found = find_resumable(prepared.config, run.checkpoints)
+        found = find_start(prepared.config, RunDirectory.of(prepared.config))
     except ConfigError as error:
         return fail(error)
     for warning in (*prepared.warnings, *found.passed, *found.changes):
         print(f"warning: {warning}", file=sys.stderr)
     rows = [*overview.header(), *overview.details()]
-    start = f"from step {found.step}: {found.paths[0]}" if found.paths else "from the beginning"
-    rows.append(("start", start))
+    rows.append(("start", start_text(prepared.config, found)))
     show_rows(Console(highlight=False), rows)
     return 0
 

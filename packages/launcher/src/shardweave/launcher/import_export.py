@@ -4,8 +4,8 @@ Both start as many local ranks as the layout on the command line has, each of wh
 slices: a model that no rank could hold passes through all the same. What can be wrong is found before one starts.
 
 A run that was imported has a checkpoint of step 0, from which `train` goes on, a configuration that says the whole
-shape, and the directory ``huggingface`` with what is no weight: tokenizer files and ``config.json``. An export gives
-these back.
+shape and where the files are, so that a run of another name or place begins with them too, and the directory
+``huggingface`` with what is no weight: tokenizer files and ``config.json``. An export gives these back.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, z
     aside.mkdir()
     copy_tokenizer(directory, aside)
     shutil.copyfile(directory / "config.json", aside / "config.json")
-    write_atomically(run.config, config_text(resolved(config, data=layout.data)))
+    write_atomically(run.config, config_text(resolved(reading, data=layout.data)))
     print(f"{run.path} has the weights of {directory}; shardweave train {run.config} trains it")
     return 0
 

@@ -70,7 +70,7 @@ def _train(request: Request, prepared: Prepared) -> Stop | None:
         )
     opened = open_run(prepared.overview)
     run, aside = opened.directory, opened.aside
-    show_rows(console, prepared.overview.header())
+    show_rows(console, [*prepared.overview.header(), ("start", opened.start)])
     if aside:
         console.print(f"an earlier run of this name is now {aside}", markup=False)
     display = make_display(config, console)

@@ -46,7 +46,7 @@ def _train(request: Request, zygote: Zygote) -> int:
     check_machine(overview)
     opened = open_run(overview)
     run, step, aside = opened.directory, opened.step, opened.aside
-    show_rows(console, overview.header())
+    show_rows(console, [*overview.header(), ("start", opened.start)])
     if aside:
         console.print(f"an earlier run of this name is now {aside}", markup=False)
     if step >= min(config.run.steps, config.run.stop_after or config.run.steps):

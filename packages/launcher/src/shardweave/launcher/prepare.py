@@ -26,12 +26,21 @@ from shardweave.launcher.overview import Overview
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import Loaded, read_config
 from shardweave.launcher.request import Request
-from shardweave.launcher.resumable import find_resumable
+from shardweave.launcher.resumable import Resumable, find_resumable
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.run_lock import RunLock, RunLockedError
 from shardweave.launcher.shape import transformer_config
 
-__all__ = ["MachineError", "OpenRun", "Prepared", "check_machine", "open_run", "prepare"]
+__all__ = [
+    "MachineError",
+    "OpenRun",
+    "Prepared",
+    "check_machine",
+    "find_start",
+    "open_run",
+    "prepare",
+    "start_text",
+]
 
 _BASE_MEMORY = 100 * 2**20
 """Bytes of a rank's own that are not the model's: what it does not share with the process it was forked from."""
@@ -156,10 +165,33 @@ class OpenRun:
     directory: RunDirectory
     step: int
     """The one that the run will continue from; 0: from the start."""
+    start: str
+    """Where it begins, for a person."""
     aside: Path | None
     """Where an earlier run of this name was moved."""
     lock: RunLock
     """Keep it as long as the run."""
+
+
+def find_start(config: Config, run: RunDirectory) -> Resumable:
+    """What the run continues from; without a checkpoint the files with its first weights, if any, are looked at.
+
+    Raises:
+        ConfigError: for a checkpoint, or files with the first weights, that do not fit this run.
+    """
+    found = find_resumable(config, run.checkpoints)
+    if not found.paths and config.model.weights is not None:
+        source_of(config, transformer_config(config))  # looks at the headers
+    return found
+
+
+def start_text(config: Config, found: Resumable) -> str:
+    """Where the run begins, for a person: another directory, or a run that was moved, is another beginning."""
+    if found.paths:
+        return f"from step {found.step}: {found.paths[0]}"
+    if config.model.weights is not None:
+        return f"from the weights in {config.model.weights}"
+    return "from the beginning"
 
 
 def open_run(overview: Overview) -> OpenRun:
@@ -171,9 +203,7 @@ def open_run(overview: Overview) -> OpenRun:
     """
     config = overview.config
     run = RunDirectory.of(config)
-    found = find_resumable(config, run.checkpoints)
-    if not found.paths and config.model.weights is not None:
-        source_of(config, transformer_config(config))  # looks at the headers
+    found = find_start(config, run)
     aside: Path | None = None
     try:
         lock = _locked(run)
@@ -187,7 +217,7 @@ def open_run(overview: Overview) -> OpenRun:
         raise MachineError(str(error)) from None
     if not os.access(run.path, os.W_OK):
         raise MachineError(f"the run directory {run.path} cannot be written: permission denied")
-    return OpenRun(run, found.step, aside, lock)
+    return OpenRun(run, found.step, start_text(config, found), aside, lock)
 
 
 def _locked(run: RunDirectory) -> RunLock:
