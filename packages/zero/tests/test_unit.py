@@ -12,7 +12,7 @@ from packages.comm.tests.live import LiveBytes
 from packages.zero.tests.nets import STAGES
 from torch import Tensor, nn
 
-from shardweave.comm import Axis, Mesh
+from shardweave.comm import Axis, CommOptions, Mesh
 from shardweave.zero import MixedPrecision, ZeroOptimizer
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -58,6 +58,10 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer @ x).repeat(COLUMNS // ROWS)
         return x
+
+
+MESSAGES = CommOptions(shared_memory=False)
+"""Where bytes are counted: a view of another rank's memory would count as this rank's."""
 
 
 def measure(
@@ -112,7 +116,7 @@ def test_bytes_of_live_tensors_are_those_of_the_formulas(ranks: int) -> None:
     gradient comes on top, and a piece of a conversion to float32; at stage 3 ``max_live_parameters``. Four ranks try
     one of the formats.
     """
-    axis = Mesh(dp=ranks).data
+    axis = Mesh(dp=ranks, options=MESSAGES).data
     for formats in list(FORMULAS)[: None if ranks == 2 else 1]:
         for stage in STAGES:
             element = formats[1].itemsize
@@ -129,7 +133,7 @@ def test_bytes_of_live_tensors_are_those_of_the_formulas(ranks: int) -> None:
 @pytest.mark.ranks(2)
 def test_gradients_do_not_pile_up_with_more_units() -> None:
     """Twice the units, the same excess over the formula."""
-    axis = Mesh(dp=2).data
+    axis = Mesh(dp=2, options=MESSAGES).data
     for stage in STAGES:
         few, _ = measure(axis, stage, (FP32, FP32), allowed=(3 + LIVE * (stage == 3)) * UNIT * 4, units=3)
         allowed = max(few.arriving, few.updating) + LAYER * 4
