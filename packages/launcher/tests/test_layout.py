@@ -239,6 +239,8 @@ def test_experts_are_spread_among_data_ranks() -> None:
     text = _misfit(*experts, "parallel.data=4", "zero.replicas=2")
     assert "does not divide the 2 data ranks (`parallel.data` / `zero.replicas: 2`)" in text
     assert text.endswith("use 1 or 2, or parallel.data=8")
+    text = _misfit("model.experts=4", "parallel.expert=3", "parallel.data=2")
+    assert text.endswith("use 1 or 2")
     text = _misfit("model.experts=6", "parallel.expert=4")
     assert text == (
         "`parallel.expert: 4` does not divide `model.experts: 6`: every rank has equally many; use 1, 2, 3 or 6, or "

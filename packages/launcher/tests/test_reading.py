@@ -204,7 +204,10 @@ def test_b116_a_wrong_letter_at_the_top_in_a_block_and_a_key_in_the_wrong_block(
         ("parallel.data=0", "parallel.data: 0 is not allowed; it must be auto or at least 1"),
         ("zero.stage=4", "zero.stage: 4 is not allowed; it must be at most 3"),
         ("checkpoint.async=on", "checkpoint.async: on is not allowed; it must be true or false"),
-        ("recompute=ful", "it must be none, selective or full. Did you mean `full`?"),
+        (
+            "recompute=ful",
+            "it must be none, selective, full, {every: N} or {operations: [...]}. Did you mean `full`?",
+        ),
         (
             "recompute={ever: 2}",
             "recompute: {ever: 2} is not allowed; it must be {every: N} or {operations: [...]}",

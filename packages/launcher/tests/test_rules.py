@@ -57,6 +57,13 @@ def test_b118_idle_settings_are_named_with_the_reason(override: str, reason: str
         assert reason in warnings[0]
 
 
+def test_interleaving_one_stage_per_rank_is_said_to_be_1f1b() -> None:
+    on_two = ["parallel.schedule=interleaved", "parallel.pipeline=2"]
+    (text,) = read_config(None, on_two).warnings
+    assert "`parallel.schedule: interleaved` is 1f1b with `parallel.chunks: 1`: use parallel.chunks=2" in text
+    assert not read_config(None, [*on_two, "parallel.chunks=2"]).warnings
+
+
 def test_b118_chunks_with_one_stage_and_recompute_beyond_the_layers_are_errors() -> None:
     with pytest.raises(
         ConfigError, match=r"`parallel.chunks: 2` has no effect because `parallel.pipeline` is 1"

@@ -37,8 +37,12 @@ def test_it_draws_with_bubble_and_peaks(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_stages_are_ranks_and_chunks_come_on_top(capsys: pytest.CaptureFixture[str]) -> None:
+    run("interleaved", "--stages", 2, "--microbatches", 2)
+    assert "interleaved with --chunks 1 is 1f1b; use --chunks 2" in capsys.readouterr().err
     run("interleaved", "--stages", 2, "--microbatches", 2, "--chunks", 3)
-    assert capsys.readouterr().out.startswith("interleaved: 2 ranks x 3 chunks = 6 stages, 2 micro-batches\n")
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert told.out.startswith("interleaved: 2 ranks x 3 chunks = 6 stages, 2 micro-batches\n")
     run("zb-v", "--stages", 2, "--microbatches", 4)
     assert capsys.readouterr().out.startswith("zb-v: 2 ranks x 2 chunks = 4 stages, 4 micro-batches\n")
 

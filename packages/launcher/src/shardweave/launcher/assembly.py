@@ -246,7 +246,9 @@ def source_of(config: Config, shape: TransformerConfig) -> Source:
     try:
         return FromHuggingFace(Path(config.model.weights).expanduser(), shape)
     except HuggingFaceError as error:
-        raise ConfigError([Problem(("model", "weights"), f"model.weights: {error}")]) from None
+        way_out = f"`shardweave import {config.model.weights} --out RUN`, which writes them"
+        text = str(error).replace("build the model from the directory", way_out)
+        raise ConfigError([Problem(("model", "weights"), f"model.weights: {text}")]) from None
 
 
 def _module(

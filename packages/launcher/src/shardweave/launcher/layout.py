@@ -298,7 +298,9 @@ def _expert_misfits(config: Config, layout: Layout, shape: TransformerConfig) ->
         text = f"`parallel.expert: {expert}` does not divide the {data} data ranks (`parallel.data`"
         text += f" / `zero.replicas: {copies}`)" if copies > 1 else ")"
         text += ", among which experts are spread"
-        yield Problem(where, f"{text}; use {fitting}, or parallel.data={lcm(data, expert) * copies}")
+        # More data ranks are no way out where the experts cannot be dealt to so many.
+        more = "" if shape.experts % expert else f", or parallel.data={lcm(data, expert) * copies}"
+        yield Problem(where, f"{text}; use {fitting}{more}")
     elif shape.experts % expert:
         text = f"`parallel.expert: {expert}` does not divide `model.experts: {shape.experts}`"
         yield Problem(where, f"{text}: every rank has equally many; use {fitting}, or another model.experts")

@@ -228,6 +228,8 @@ def explain(error: ValidationError, data: object) -> Iterator[Problem]:
             continue
         value = findings[0]["input"]
         rules = list(dict.fromkeys(_requirement(finding) for finding in findings))
+        if path == ("recompute",) and findings[0]["type"] == "literal_error":
+            rules = ["none", "selective", "full", "{every: N}", "{operations: [...]}"]
         if "a block of keys" in rules and len(rules) > 1:
             rules.remove("a block of keys")
         text = f"{path_text(path) or 'the file'}: {quoted(value)} is not allowed; it must be {alternatives(rules)}"

@@ -141,6 +141,15 @@ def idle(config: Config) -> Iterator[Problem]:
         if reason and value != _at(default, row.path):
             text = f"`{path_text(row.path)}: {quoted(value)}` has no effect because {reason}"
             yield Problem(row.path, text)
+    yield from _one_chunk(config)
+
+
+def _one_chunk(config: Config) -> Iterator[Problem]:
+    """Interleaving is of several stages per rank; with one it is 1F1B, bubble and all."""
+    block = config.parallel
+    if block.schedule == "interleaved" and block.chunks == 1 and block.pipeline > 1:
+        text = f"{_setting(config, 'parallel', 'schedule')} is 1f1b with {_setting(config, 'parallel', 'chunks')}"
+        yield Problem(("parallel", "schedule"), f"{text}: use parallel.chunks=2 for a smaller bubble")
 
 
 def contradictions(config: Config) -> Iterator[Problem]:

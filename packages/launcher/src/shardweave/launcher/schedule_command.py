@@ -96,6 +96,10 @@ def schedule(
         timeline = plan.simulate(its_costs)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
+    if name == "interleaved" and chunks == 1 and plan.num_ranks > 1:
+        click.echo(
+            "warning: interleaved with --chunks 1 is 1f1b; use --chunks 2 for a smaller bubble", err=True
+        )
     click.echo(_heading(plan) + "\n")
     if out is None:
         click.echo(_picture(plan, its_costs, timeline))

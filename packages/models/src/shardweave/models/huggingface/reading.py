@@ -146,7 +146,7 @@ class _Names:
 def _check_same(directory: Path, found: TransformerConfig, wanted: TransformerConfig) -> None:
     """That the model to be filled computes what the files' does."""
     wrong = [
-        f"{field}: {ours}, but {theirs} in the directory"
+        f"{_KEYS.get(field, field)}: {ours}, but {theirs} in the directory"
         for field in _FUNCTION
         if (ours := getattr(wanted, field)) != (theirs := getattr(found, field))
     ]
@@ -164,6 +164,15 @@ _FUNCTION = (
     "norm_eps", "rotary_base", "rotary_fraction", "rotary_scaling", "experts", "experts_per_token",
 )  # fmt: skip
 """What of a configuration decides the function that trained weights are of."""
+
+_KEYS = {
+    "num_kv_heads": "kv_heads",
+    "head_size": "head_dim",
+    "ffn_size": "ffn",
+    "use_attention_bias": "attention_bias",
+    "use_mlp_bias": "mlp_bias",
+}
+"""What a person writes, of those that have a default which others decide."""
 
 
 def _check(weights: Weights, names: _Names, pieces: dict[str, list[Piece]]) -> None:
