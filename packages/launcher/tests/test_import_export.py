@@ -78,6 +78,9 @@ def test_published_weights_become_a_run_are_trained_and_go_out_again(published: 
     assert "at step 0" in out
     assert "start from step 0: runs/tuned/checkpoints/step-00000000" in " ".join(out.split())
     assert "warning: the text" not in out
+    assert "warning: `data.tokenizer: byte`: the weights come with a tokenizer" in err.replace("\n", " ")
+    status, out, err = run(tmp_path, "generate", "runs/tuned", "--prompt", "It", "--tokens", "1")
+    assert (status, "ids 0 to 255 mean bytes here" in err) == (0, True), out + err
     status, out, err = run(tmp_path, "export", "runs/tuned", "--out", "tuned", "--dtype", "bfloat16")
     assert (status, err) == (0, ""), out + err
     tuned = dict(from_huggingface(tmp_path / "tuned").named_parameters())
@@ -116,6 +119,8 @@ def test_the_weights_of_a_configuration_that_is_not_theirs_are_refused_before_a_
         status, _, err = run(tmp_path, "train", "model.weights=published", "run.device=cpu", *more)
         assert status == 2
         assert "model.weights: published holds another model: layers: 4, but 2 in the directory" in err
+        assert "head_dim: 32, but 4 in the directory; ffn: " in err
+        assert "change these, or `shardweave import published --out RUN`" in err
     status, _, err = run(tmp_path, "train", "model.weights=nothere", "--dry-run")
     assert status == 2
     assert "model.weights: nothere/config.json does not exist" in err

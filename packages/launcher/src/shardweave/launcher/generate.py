@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from shardweave.launcher.describe import fail
+from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.sampling import Sampling
@@ -28,13 +29,16 @@ def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int
     """Prints the prompts and their continuations, computed in this process; returns the exit status."""
     try:
         run, checkpoint = located(path)
-        words = tokenizer(load_config(run / "config.yaml").data.tokenizer)
+        config = load_config(run / "config.yaml")
+        words = tokenizer(config.data.tokenizer)
         texts = encoded(words, prompts)
         model = load_model(run, checkpoint)
     except CheckpointError as error:
         return fail(CheckpointError(f"{error}{others(path)}"))
     except ConfigError as error:
         return fail(error)
+    if foreign := foreign_tokens(config, run):
+        print(f"warning: {foreign}", file=sys.stderr)
     for text in texts:
         found = sample(
             model,

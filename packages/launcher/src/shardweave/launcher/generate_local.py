@@ -48,6 +48,7 @@ def _generate(
 ) -> int:
     from dataclasses import asdict
 
+    from shardweave.launcher.foreign_tokens import foreign_tokens
     from shardweave.launcher.generate import encoded, located, others
     from shardweave.launcher.layout import check_fit, layout_of
     from shardweave.launcher.reading import read_config
@@ -63,6 +64,8 @@ def _generate(
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     config = loaded.config
+    if foreign := foreign_tokens(config, run):
+        print(f"warning: {foreign}", file=sys.stderr)
     words, layout = tokenizer(config.data.tokenizer), layout_of(config)
     check_fit(config, layout, transformer_config(config))
     least = RULES[config.parallel.schedule].least(

@@ -21,6 +21,7 @@ from shardweave.launcher.communication import idle_over, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_corpus
 from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
 from shardweave.launcher.overview import Overview
 from shardweave.launcher.problems import ConfigError
@@ -67,6 +68,8 @@ class Prepared:
         """What the user should know before the start, a sentence each."""
         idle = list(idle_over(self.config, self.overview.layout))
         texts = (*self.loaded.warnings, *str(ConfigError(idle, self.loaded.origins)).splitlines())
+        if foreign := foreign_tokens(self.config, RunDirectory.of(self.config).path):
+            texts = (*texts, foreign)
         data, share = self.overview.dataset, self.config.data.validation
         if data.num_validation or not share:
             return texts
