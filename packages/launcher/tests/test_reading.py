@@ -51,6 +51,7 @@ model:
   balance_loss: 0.01
   z_loss: 0.0
   router_bias: 0.0
+  head_z_loss: 0.0
 data:       {source: builtin, tokenizer: byte, validation: 0.05}
 parallel:   {data: auto, tensor: 1, pipeline: 1, context: 1, context_form: ring, expert: 1, sequence: true,
              keep_inputs: false, decomposed: false, schedule: 1f1b, chunks: 1}
