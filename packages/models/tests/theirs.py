@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, get_args
 from unittest import mock
 
@@ -37,6 +38,8 @@ _FFN = 90
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Whatever asks torch for float32 by name gets float64: for building their models, and around their passes."""
+    for module in ("safetensors.torch", "transformers.modeling_utils"):
+        import_module(module)  # which make tables of formats, for good
     with ExitStack() as stack:
         for name in ("float32", "float"):
             stack.enter_context(mock.patch.object(torch, name, torch.float64))
