@@ -115,7 +115,19 @@ OPTIONS: tuple[Option, ...] = (
     _layout("replicas", "zero.replicas", 1, 2),
     _layout("nodes", None, 1, 2, 4),  # which the mesh is told of: equally many ranks on each
     _layout("hierarchy", "comm.hierarchy", "auto", "flat", "two-level"),
+    _layout("memory", "comm.shared_memory", True, False),
     _layout("debug", "comm.debug", False, True),
+    Option(
+        "recompute",
+        {
+            "none": {},
+            "selective": {"recompute": "selective"},
+            "full": {"recompute": "full"},
+            "every_two": {"recompute": {"every": 2}},
+            "operations": {"recompute": {"operations": ["attention", "norm"]}},
+        },
+        is_layout=True,
+    ),
     _run("layers", "model.layers", 3, 5, 8),  # and the two ends: uneven over most numbers of stages
     _run(
         "kv_heads", "model.kv_heads", HEADS, 4, 1
@@ -126,7 +138,16 @@ OPTIONS: tuple[Option, ...] = (
     _run("norm", "model.norm", "layernorm", "rmsnorm"),
     _run("embedding_norm", "model.embedding_norm", False, True),
     _run("qk_norm", "model.qk_norm", False, True),
-    _run("activation", "model.activation", "gelu", "gelu_tanh", "swiglu"),
+    _run("activation", "model.activation", "gelu", "gelu_tanh", "swiglu", "relu"),
+    _run("parallel_residual", "model.parallel_residual", False, True),
+    _choice(
+        "biases",
+        all={"model.bias": True},
+        none={"model.bias": False},
+        attention={"model.attention_bias": True, "model.mlp_bias": False},
+        mlp={"model.attention_bias": False, "model.mlp_bias": True},
+    ),
+    _run("head_z_loss", "model.head_z_loss", 0.0, 0.01),
     _choice(
         "experts",
         none={},
@@ -193,6 +214,10 @@ def _experts_are_spread_over_data_ranks(
 def _experts_are_chosen_alike(experts: str, numbers: str) -> bool:
     """Rounding makes a token choose another expert, and that another run: only in float64 it is the same."""
     return experts == "none" or numbers == EXACT
+
+
+def _experts_have_no_bias(experts: str, biases: str) -> bool:
+    return experts == "none" or biases != "mlp"
 
 
 def _rounding_is_tried_with_norms_that_have_a_slope(qk_norm: bool, norm: str, numbers: str) -> bool:
@@ -284,6 +309,10 @@ def _chunks_are_for_schedules_that_take_any(chunks: int, schedule: str) -> bool:
     return chunks == 1 or NUMBERS[schedule].chunks is None
 
 
+def _stages_of_a_rank_are_interleaved(chunks: int, schedule: str) -> bool:
+    return schedule != "interleaved" or chunks > 1
+
+
 def _a_schedule_has_as_many_micro_batches_as_it_needs(
     schedule: str, pipeline: int, accumulation: int
 ) -> bool:
@@ -304,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     _heads_are_exchanged_over_context_ranks,
     _experts_are_spread_over_data_ranks,
     _experts_are_chosen_alike,
+    _experts_have_no_bias,
     _rounding_is_tried_with_norms_that_have_a_slope,
     _a_sequence_is_shared_by_tensor_ranks,
     _gathered_inputs_are_kept_or_come_in_pieces,
@@ -320,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     _micro_batches_are_equal,
     _a_stage_has_a_piece,
     _chunks_are_for_schedules_that_take_any,
+    _stages_of_a_rank_are_interleaved,
     _a_schedule_has_as_many_micro_batches_as_it_needs,
     _key_heads_are_split_or_copied,
     _rounding_is_tried_with_moments,
