@@ -238,7 +238,7 @@ def test_a_head_that_is_not_the_embedding_is_refused(gpt2: Path) -> None:
 
 
 def test_a_model_of_another_shape_is_not_filled(gpt2: Path) -> None:
-    with pytest.raises(HuggingFaceError, match="heads: 2, but 4 in the directory; head_size: 8, but 4"):
+    with pytest.raises(HuggingFaceError, match="heads: 2, but 4 in the directory; head_dim: 8, but 4"):
         load_huggingface(build(replace(GPT2, heads=2)), gpt2)
     with pytest.raises(HuggingFaceError, match="sequence: 16, but 8 learned positions"):
         load_huggingface(build(replace(GPT2, sequence=16)), gpt2)
