@@ -31,6 +31,7 @@ from shardweave.comm import (
     gather_values,
     sharding_of,
 )
+from shardweave.comm.files import write_atomically
 
 from ..config import TransformerConfig
 from ..shapes import count_parameters
@@ -279,10 +280,7 @@ def _tokens(directory: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, values: object) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _sync(directory: Path) -> None:
