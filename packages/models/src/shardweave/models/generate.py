@@ -219,9 +219,10 @@ def _check_model(model: Transformer) -> None:
             f"generate: the model is split, this is {model.part}; build it whole, or give continue_text a step that "
             "goes through all parts"
         )
-    if model.context.size > 1 or model.sequence_parallel:
-        which = f"context={model.context!r}" if model.context.size > 1 else "sequence_parallel=True"
-        raise ValueError(f"generate: the model is split with {which}, which cuts sequences; build it without")
+    if model.cut.given is not None:
+        raise ValueError(
+            f"generate: the model is split with {model.cut.given}, which cuts sequences; build it without"
+        )
 
 
 def _checked(tokens: Tensor, new: int) -> tuple[Tensor, int]:

@@ -39,6 +39,13 @@ class SequenceCut:
         """Parts of a sequence, all equally long."""
         return self.context.size * self.shared.size
 
+    @property
+    def given(self) -> str | None:
+        """The option of the model that cuts, with its value; ``None``: sequences are whole."""
+        if self.context.size > 1:
+            return f"context={self.context!r}"
+        return "sequence_parallel=True" if self.shared.size > 1 else None
+
     def check(self, sequence: int) -> None:
         """Raises ValueError for a length that the ranks cannot have equal parts of."""
         ranks = self.shared.size

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         self.keep_inputs = keep_inputs and self.sequence_parallel
         self.decomposed = decomposed
         self.context = context if context is not None else Axis.single("cp")
-        self._cut = SequenceCut(self.context, self.axis if self.sequence_parallel else Axis.single())
+        self.cut = SequenceCut(self.context, self.axis if self.sequence_parallel else Axis.single())
         self.chunked_loss = chunked_loss
         self.recompute = Recompute.of(recompute)
         self._compiled = False
@@ -302,7 +302,7 @@ class Transformer(nn.Module):
         routers = routers_of_pass(self.config, routers, training=self.training)
         if documents is not None:
             check_documents(documents, (batch, sequence))
-        local = self._cut.positions(sequence, x.device)
+        local = self.cut.positions(sequence, x.device)
         masks = self._masks(streams, sequence, batch, local)
         if self.part.embedding:
             x = self._embed(x, local, masks, documents, cache)
@@ -327,7 +327,7 @@ class Transformer(nn.Module):
         With ``config.head_z_loss``, in training, the gradient is that of the loss and of the z-loss, but what is
         returned is the loss alone (:meth:`take_head_z_loss` has the other).
         """
-        ranks = self._cut.ranks if self.chunked_loss else self.context.size
+        ranks = self.cut.ranks if self.chunked_loss else self.context.size
         if targets.dim() != 2 or (output.shape[0] * ranks, output.shape[1]) != targets.t().shape:
             what, width = ("hidden states", "h") if self.chunked_loss else ("logits", "vocab")
             raise ValueError(
@@ -408,11 +408,11 @@ class Transformer(nn.Module):
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"tokens are [b, s] integers, not {tuple(x.shape)} of {x.dtype}")
             batch, sequence = x.shape
-            self._cut.check(sequence)
+            self.cut.check(sequence)
         else:
             if x.dim() != 3 or x.shape[-1] != self.config.hidden:
                 raise ValueError(f"hidden states are [s, b, {self.config.hidden}], not {tuple(x.shape)}")
-            sequence, batch = x.shape[0] * self._cut.ranks, x.shape[1]
+            sequence, batch = x.shape[0] * self.cut.ranks, x.shape[1]
         if cache is not None:
             cache.check(self.part, batch, sequence)
         before = cache.embedded if cache is not None and self.part.embedding else 0
@@ -435,9 +435,10 @@ class Transformer(nn.Module):
         what = "cache" if cache is not None else "last_only"
         if cache is None and not last_only:
             return
-        if self.context.size > 1 or self.sequence_parallel:
-            which = f"context={self.context!r}" if self.context.size > 1 else "sequence_parallel=True"
-            raise ValueError(f"{what}: {which} cuts the sequence over ranks; build the model without it")
+        if self.cut.given is not None:
+            raise ValueError(
+                f"{what}: {self.cut.given} cuts the sequence over ranks; build the model without it"
+            )
         if cache is None:
             return
         if self.training:
@@ -457,7 +458,7 @@ class Transformer(nn.Module):
 
         int64 ``[length]``, ascending; all of ``0 .. length - 1`` when nothing cuts the sequence.
         """
-        return self._cut.positions(length * self._cut.ranks, device)
+        return self.cut.positions(length * self.cut.ranks, device)
 
     def _masks(self, streams: DropoutStreams | None, sequence: int, batch: int, local: Tensor) -> Masks:
         """The dropout masks of this pass."""
@@ -491,7 +492,7 @@ class Transformer(nn.Module):
         elif self.config.position == "learned" and self.context.size > 1:
             x = self.position(x, positions=local)
         elif self.config.position == "learned":
-            x = self.position(x, before + self._cut.shared.rank * len(local))
+            x = self.position(x, before + self.cut.shared.rank * len(local))
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
         if cache is not None:
