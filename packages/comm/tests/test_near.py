@@ -226,11 +226,21 @@ def test_who_does_not_come_is_told_after_the_timeout() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_ranks_on_several_nodes_share_no_memory_across_them() -> None:
+def test_ranks_on_several_nodes_share_no_memory_across_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one whose system does not say where it is."""
     mesh = Mesh(dp=2, tp=2, topology=Topology.told(4, 2))
     assert mesh.tp.circle is not None
     assert mesh.dp.circle is mesh.world.circle is None
     assert comm.all_reduce(torch.ones(5), mesh.world).eq(4).all()
+
+    def hide(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    if mesh.world.rank == 3:
+        monkeypatch.setattr(os, "readlink", hide)
+    hidden = Mesh(dp=2, tp=2)
+    assert (hidden.tp.circle is None) == (3 in hidden.tp.ranks)
+    assert comm.all_reduce(torch.ones(5), hidden.world).eq(4).all()
 
 
 @pytest.mark.hosts(2)

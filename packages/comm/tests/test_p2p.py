@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardweave import comm
-from shardweave.comm import Mesh, Message
+from shardweave.comm import Mesh, Message, Pending
 
 
 @pytest.mark.ranks(2)
@@ -73,3 +73,14 @@ def test_wrong_tags_and_peers_are_refused() -> None:
     with pytest.raises(ValueError, match="position 0 is not another rank"):
         comm.send(torch.ones(1), axis, 0)
     assert comm.exchange([]) == []
+
+
+def test_a_call_that_failed_at_its_end_has_no_result_afterwards() -> None:
+    def fail() -> None:
+        raise RuntimeError("the second round")
+
+    pending = Pending([], fail)
+    with pytest.raises(RuntimeError, match="the second round"):
+        pending.wait()
+    with pytest.raises(AttributeError, match="_result"):
+        pending.wait()

@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from .books import Entry
 from .guards import Ticket
@@ -25,6 +25,9 @@ class Pending(Generic[T]):
     """
 
     __slots__ = ("_entry", "_finish", "_launched", "_result", "_ticket", "_works")
+    _result: (
+        T  # not there before the end, nor after an error at the end: nobody must take nothing for a result
+    )
 
     def __init__(
         self,
@@ -40,7 +43,6 @@ class Pending(Generic[T]):
         self._entry = entry
         self._ticket = ticket
         self._launched = time.perf_counter()
-        self._result: T | None = None
 
     @classmethod
     def ready(cls, result: T) -> Pending[T]:
@@ -69,7 +71,7 @@ class Pending(Generic[T]):
                     self._complete(self._finish)
                 if self._ticket.on_device:
                     self._ticket.keep(works)
-        return cast(T, self._result)
+        return self._result
 
     def _complete(self, finish: Callable[[], T]) -> None:
         if self._entry is not None:

@@ -7,7 +7,7 @@ then combined. Here a rank writes what the others need into memory that they can
     rank 1   [buffer] <--a op b-- its own ------/
 
 ``region``: the memory of a rank, and how others see it. ``meeting``: how ranks find each other. ``neighbours``: the
-notices. ``reducing``: all-reduces made of them.
+notices. ``collectives``: what is made of them.
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ def all_gather(mine: Tensor, parts: Sequence[Tensor], axis: Axis) -> Steps | Non
     sizes = [part.nbytes for part in parts]
     if not min(sizes) or max(sizes) > _LATER or (circle := _circle(mine, axis, "all-gather")) is None:
         return None
-    place = circle.place(mine)
-    place.tensor.copy_(mine)
-    given = circle.tell(place, parts)
+    given = circle.give(mine, parts)
 
     def finish() -> None:
         for position, (part, theirs) in enumerate(zip(parts, given.parts(), strict=True)):
@@ -107,9 +105,8 @@ def reduce_scatter(
     lengths, own = [len(part) for part in parts], axis.rank
     place = circle.place(whole)
     for position, (part, room) in enumerate(zip(parts, place.tensor.split(lengths), strict=True)):
-        if (
-            position != own or axis.size > 2
-        ):  # of more than two, combining needs one that it does not write to
+        # Of more than two, combining needs an own one that it does not write to.
+        if position != own or axis.size > 2:
             room.copy_(part)
     given = circle.tell(place)
 

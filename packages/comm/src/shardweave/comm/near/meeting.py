@@ -40,7 +40,8 @@ def meet(nodes: Sequence[int], region: Region | None) -> dict[int, Contact]:
     """
     rank, token = dist.get_rank(), os.urandom(_TOKEN)
     listener = None if region is None else _listener(token, len(nodes))
-    place = token if listener is None else _place()  # its own token is nobody else's place
+    # Its own token is nobody else's place.
+    place = token if listener is None else _place() or token
     everyone = _gathered(token + place)
     tokens, places = [one[:_TOKEN] for one in everyone], [one[_TOKEN:] for one in everyone]
     near = [r for r, at in enumerate(nodes) if at == nodes[rank] and places[r] == places[rank]]
@@ -137,10 +138,14 @@ def _is_ours(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def _place() -> bytes:
-    """The same for processes that can reach each other by such sockets: kernel, network namespace, user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    network = os.readlink("/proc/self/ns/net")
+def _place() -> bytes | None:
+    """The same for processes that can reach each other by such sockets: kernel, network namespace, user. ``None``: the
+    system does not say, as in a container that hides it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        return None
     return blake2b(f"{boot} {network} {os.getuid()}".encode(), digest_size=_TOKEN).digest()
 
 

@@ -264,14 +264,11 @@ class Circle:
             self._apart[kind] = Circle(self._neighbours, key, self._ranks, self._rank)
         return self._apart[kind]
 
-    def give(self, tensor: Tensor) -> Round:
-        """Copies a contiguous ``tensor``, not empty, to where the others can read it, and says so.
-
-        All members call it in one order, with tensors of one dtype and shape.
-        """
+    def give(self, tensor: Tensor, likes: Sequence[Tensor] | None = None) -> Round:
+        """Copies a contiguous ``tensor``, not empty, to where the others can read it, and says so: see :meth:`tell`."""
         place = self.place(tensor)
         place.tensor.copy_(tensor)
-        return self.tell(place)
+        return self.tell(place, likes)
 
     def place(self, like: Tensor) -> Place:
         """Room for what is like a contiguous tensor, not empty; to be filled, and then to be told of."""

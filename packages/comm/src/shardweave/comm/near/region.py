@@ -26,19 +26,24 @@ class Window:
     """Memory behind a descriptor, which it owns. It may grow; what is new is mapped when it is asked for."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._mapped: mmap.mmap | None = None
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """What lies at ``offset``, of the dtype and shape of ``like``, which is not empty. No copy."""
-        if self._mapped is None or offset + like.nbytes > len(self._mapped):
-            self._mapped = mmap.mmap(self._descriptor, 0)  # the old one goes with the last tensor on it
-        flat = torch.frombuffer(self._mapped, dtype=like.dtype, count=like.numel(), offset=offset)
+        mapped = (
+            self._mapped
+        )  # threads may be here beside each other, and one put an older view into its place
+        if mapped is None or offset + like.nbytes > len(mapped):
+            self._mapped = mapped = mmap.mmap(
+                self.descriptor, 0
+            )  # the old one goes with the last tensor on it
+        flat = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)
 
     def close(self) -> None:
         """Lets go of it; tensors on it stay good. May be called twice."""
-        descriptor, self._descriptor, self._mapped = self._descriptor, -1, None
+        descriptor, self.descriptor, self._mapped = self.descriptor, -1, None
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -47,12 +52,11 @@ class Region(Window):
     """This rank's own: places in it are taken, each until its readers have let go of it."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("shardweave", os.MFD_CLOEXEC)
+        super().__init__(os.memfd_create("shardweave", os.MFD_CLOEXEC))
         self._size = _FIRST
         os.ftruncate(self.descriptor, self._size)
         self._taken: dict[int, tuple[int, set[int]]] = {}
         """By offset: where it ends, and who is yet to read it."""
-        super().__init__(self.descriptor)
 
     @classmethod
     def opened(cls) -> Region | None:
