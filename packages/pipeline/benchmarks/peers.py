@@ -153,9 +153,8 @@ def _ways(
     """Each with modules of its own, of equal weights."""
     generator = torch.Generator().manual_seed(1)
     x, target = (torch.randn(plan.num_micro_batches, *shape, generator=generator) for _ in range(2))
-    needs_gradient = (
-        len(shape) == 1
-    )  # where stages sleep, the gradient of the first one's input takes time, too
+    # Where stages sleep, the gradient of the first one's input takes time, too.
+    needs_gradient = len(shape) == 1
 
     def ours(modules: list[nn.Module], dynamic: bool) -> tuple[Callable[[], object], Schedule]:
         pipeline = Pipeline(modules, mesh.pp, plan, loss=squares, dynamic_shapes=dynamic)

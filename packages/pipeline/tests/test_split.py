@@ -169,12 +169,17 @@ def test_the_two_halves_are_the_backward(name: str) -> None:
             assert not total.any()
 
 
-def in_halves(module: nn.Module, x: Tensor) -> None:
-    """Both halves of one backward, from the output itself."""
-    output, queue = module(x), WeightGradients()
+def first_half(module: nn.Module, output: Tensor, queue: WeightGradients) -> None:
+    """From the output itself."""
     backward_of_inputs(
         [get_gradient_edge(output)], [output.detach()], set(map(id, module.parameters())), queue
     )
+
+
+def in_halves(module: nn.Module, x: Tensor) -> None:
+    """Both halves of one backward, from the output itself."""
+    output, queue = module(x), WeightGradients()
+    first_half(module, output, queue)
     queue.run()
 
 
@@ -207,9 +212,7 @@ def test_hooks_behind_accumulation_see_every_gradient() -> None:
         gradient_work(parameter).subscribe(parameter, lambda parameter: None)  # which is no hook of others
     linear.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
     output, queue = linear(torch.randn(2, WIDTH)), WeightGradients()
-    backward_of_inputs(
-        [get_gradient_edge(output)], [output.detach()], set(map(id, linear.parameters())), queue
-    )
+    first_half(linear, output, queue)
     assert len(seen) == 1
     assert gradient_work(linear.bias).deferred
     queue.run()

@@ -25,9 +25,8 @@ class Pending(Generic[T]):
     """
 
     __slots__ = ("_entry", "_finish", "_launched", "_result", "_ticket", "_works")
-    _result: (
-        T  # not there before the end, nor after an error at the end: nobody must take nothing for a result
-    )
+    # Not there before the end, nor after an error at the end: nobody must take nothing for a result.
+    _result: T
 
     def __init__(
         self,

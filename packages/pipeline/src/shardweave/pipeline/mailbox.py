@@ -94,9 +94,8 @@ class Mailbox:
         self._signatures: dict[Action, Signature] = {}  # of forward values, put or taken
         self._sending: dict[Action, list[Pending[Tensor]]] = {}
         self._headers: dict[Action, tuple[Pending[Tensor], int]] = {}  # with the rank it comes from
-        self._expected: dict[
-            Action, int
-        ] = {}  # what arrives without a header, which might be an escape; likewise
+        # What arrives without a header, and might be an escape; likewise.
+        self._expected: dict[Action, int] = {}
         self._arriving: dict[Action, list[Pending[Tensor]]] = {}
 
     def put(self, action: Action, tensors: tuple[Tensor, ...], signature: Signature | None = None) -> None:

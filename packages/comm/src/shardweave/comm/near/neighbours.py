@@ -232,9 +232,8 @@ class Neighbours:
                 self._read_all()
                 writable = select.poll()
                 writable.register(self._connections[peer], select.POLLOUT)
-                writable.poll(
-                    50
-                )  # ms; and then looks again, as the peer may wait in the same way for this rank
+                # Milliseconds, and then looks again: the peer may wait in the same way for this rank.
+                writable.poll(50)
             except OSError:
                 return
 

@@ -31,13 +31,10 @@ class Window:
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """What lies at ``offset``, of the dtype and shape of ``like``, which is not empty. No copy."""
-        mapped = (
-            self._mapped
-        )  # threads may be here beside each other, and one put an older view into its place
+        mapped = self._mapped  # read once: another thread may put an older view there meanwhile
         if mapped is None or offset + like.nbytes > len(mapped):
-            self._mapped = mapped = mmap.mmap(
-                self.descriptor, 0
-            )  # the old one goes with the last tensor on it
+            # The old one goes with the last tensor on it.
+            self._mapped = mapped = mmap.mmap(self.descriptor, 0)
         flat = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)
 
