@@ -17,7 +17,7 @@ from integration_tests.layouts import Layout, compare, dataset_of, small_run, tr
 
 from shardweave.comm import Mesh
 from shardweave.comm.testing import run_ranks
-from shardweave.launcher.trainer import Record, Trainer
+from shardweave.launcher.trainer import Record, Trainer, recorded
 from shardweave.models import Transformer
 
 SETTINGS: dict[str, Any] = {"run__steps": 3, "optimizer__warmup": 1, "model__layers": 3}
@@ -50,14 +50,7 @@ def train_compiled(ways: Sequence[Way]) -> list[Record]:
             for module in trainer.parts.modules
             for block in module.layers.values()
         )
-        results = [trainer.train_step() for _ in range(config.run.steps)]
-        records.append(
-            Record(
-                losses=[result.loss for result in results],
-                grad_norms=[result.grad_norm for result in results],
-                parameters=trainer.full_parameters(),
-            )
-        )
+        records.append(recorded(trainer, config.run.steps))
         mesh.close()
     return records
 

@@ -20,7 +20,7 @@ from integration_tests.layouts import Layout, compare, dataset_of, small_run, tr
 
 from shardweave.comm import Mesh
 from shardweave.comm.testing import run_ranks
-from shardweave.launcher.trainer import Record, Trainer
+from shardweave.launcher.trainer import Record, Trainer, recorded
 from shardweave.models import Recompute
 
 SETTINGS: dict[str, Any] = {"run__steps": 3, "optimizer__warmup": 1}
@@ -59,14 +59,7 @@ def train_each(chosen: Sequence[Way]) -> list[Record]:
         mesh = Mesh(dp=layout.data, tp=layout.tensor, pp=layout.pipeline)
         trainer = Trainer(config, mesh, dataset=dataset)
         assert all(module.recompute == Recompute.of(kind) for module in trainer.parts.modules)
-        results = [trainer.train_step() for _ in range(config.run.steps)]
-        records.append(
-            Record(
-                losses=[result.loss for result in results],
-                grad_norms=[result.grad_norm for result in results],
-                parameters=trainer.full_parameters(),
-            )
-        )
+        records.append(recorded(trainer, config.run.steps))
         mesh.close()
     return records
 

@@ -16,7 +16,7 @@ from shardweave.comm import Mesh, Topology
 from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.layout import layout_of
-from shardweave.launcher.trainer import Record, Trainer
+from shardweave.launcher.trainer import Record, Trainer, recorded
 
 __all__ = ["Job", "Stretch", "train_alone", "train_stretch"]
 
@@ -76,10 +76,4 @@ def train_alone(jobs: Sequence[Job]) -> list[Stretch]:
 
 
 def _train(trainer: Trainer, root: Path) -> Stretch:
-    results = [trainer.train_step() for _ in range(STEPS)]
-    record = Record(
-        losses=[result.loss for result in results],
-        grad_norms=[result.grad_norm for result in results],
-        parameters=trainer.full_parameters(),
-    )
-    return Stretch(record, save(trainer, root, keep=10**6))
+    return Stretch(recorded(trainer, STEPS), save(trainer, root, keep=10**6))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardweave.launcher.config import Config
+from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.shape import transformer_config
 from shardweave.models.huggingface import TOKENIZER_FILES
 
@@ -23,7 +24,7 @@ def foreign_tokens(config: Config, run: Path) -> str | None:
     if config.data.tokenizer != "byte":
         return None
     weights = config.model.weights
-    places = [run / "huggingface", *([] if weights is None else [Path(weights).expanduser()])]
+    places = [RunDirectory(run).huggingface, *([] if weights is None else [Path(weights).expanduser()])]
     tokenizers = [place for place in places if any((place / name).is_file() for name in _OTHERS)]
     vocab = transformer_config(config).vocab
     if tokenizers:

@@ -26,10 +26,7 @@ if TYPE_CHECKING:  # imported when the zygote runs
     from shardweave.comm.zygote import Zygote
     from shardweave.models import TransformerConfig
 
-__all__ = ["FROM", "export_run", "import_directory"]
-
-FROM = "huggingface"
-"""The directory of a run with what came along with its first weights."""
+__all__ = ["export_run", "import_directory"]
 
 _RANK = "shardweave.launcher.import_export_rank"
 
@@ -110,10 +107,9 @@ def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, z
     if status:
         shutil.rmtree(run.path, ignore_errors=True)
         return status
-    aside = run.path / FROM
-    aside.mkdir()
-    copy_tokenizer(directory, aside)
-    shutil.copyfile(directory / "config.json", aside / "config.json")
+    run.huggingface.mkdir()
+    copy_tokenizer(directory, run.huggingface)
+    shutil.copyfile(directory / "config.json", run.huggingface / "config.json")
     write_atomically(run.config, config_text(resolved(reading, data=layout.data)))
     print(f"{run.path} has the weights of {directory}; shardweave train {run.config} trains it")
     return 0
@@ -126,6 +122,7 @@ def _export(
     from shardweave.launcher.layout import check_fit, layout_of
     from shardweave.launcher.problems import ConfigError, Problem
     from shardweave.launcher.reading import read_config
+    from shardweave.launcher.run_directory import RunDirectory
     from shardweave.launcher.shape import transformer_config
     from shardweave.models import HuggingFaceError
     from shardweave.models.huggingface.families import family_for
@@ -150,7 +147,7 @@ def _export(
         raise ConfigError(
             [Problem((), f"--out {options['out']} exists; give a directory that is not there yet")]
         )
-    aside = run / FROM
+    aside = RunDirectory(run).huggingface
     payload: dict[str, object] = {
         "config": config.plain(),
         "checkpoint": str(checkpoint),

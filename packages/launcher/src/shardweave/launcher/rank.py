@@ -15,8 +15,8 @@ from typing import Any
 from shardweave import comm
 from shardweave.launcher.agreed_end import agreed_ends
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import layout_of
 from shardweave.launcher.nodes import open_mesh
+from shardweave.launcher.rank_mesh import join_world
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stopping import Stop, StopBoard, Stopping
 from shardweave.launcher.training import Reporter, Training
@@ -51,13 +51,7 @@ def train(config: Config, run: RunDirectory, reporter: Reporter, stopping: Stopp
     Raises:
         ConfigError: when the number of ranks and the layout do not match; on every rank, before any message.
     """
-    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
-    if config.run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # before anything looks: `comm` takes the accelerator it finds
-        )
-    comm.init(timeout=config.comm.timeout)
-    mesh = open_mesh(config, layout, run, reporter.message)
+    mesh = open_mesh(config, join_world(config), run, reporter.message)
     stop = Training(config, mesh, run, reporter, stopping).run()
     mesh.close()
     return stop

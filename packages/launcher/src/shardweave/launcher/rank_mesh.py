@@ -1,4 +1,4 @@
-"""What a rank of a job of one purpose does first and last: it joins the others, and leaves them."""
+"""What a rank does first: it joins the others; and last, in a job of one purpose: it leaves them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,30 @@ from shardweave.comm import Mesh
 from shardweave.launcher.agreed_end import agreed_ends
 from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import layout_of
+from shardweave.launcher.layout import Layout, layout_of
 
-__all__ = ["joined_mesh"]
+__all__ = ["join_world", "joined_mesh"]
+
+
+def join_world(config: Config, timeout: float | None = None) -> Layout:
+    """Joins the world that the environment describes. `timeout`: in place of the configuration's.
+
+    Raises:
+        ConfigError: when the number of ranks and the layout do not match; on every rank, before any message.
+    """
+    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
+    if config.run.device == "cpu":
+        # Before anything looks: `comm` takes the accelerator it finds.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    comm.init(timeout=config.comm.timeout if timeout is None else timeout)
+    return layout
 
 
 @contextmanager
 def joined_mesh(config: Config) -> Iterator[Mesh]:
     """The mesh over the world that the environment describes."""
     gc.enable()  # the zygote was forked without collections, see `zygote_first`
-    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
-    if config.run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks
-    comm.init(timeout=config.comm.timeout)
-    mesh = mesh_of(config, layout)
+    mesh = mesh_of(config, join_world(config))
     with agreed_ends():
         yield mesh
     mesh.close()

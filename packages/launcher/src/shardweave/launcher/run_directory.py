@@ -9,6 +9,7 @@
       topology.json         over several nodes: who shares one, and the links as they were measured
       ranks/rank-00003.log  what each rank printed
       checkpoints/step-00000020/
+      huggingface/          of an import: what came along with the first weights and is none
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def huggingface(self) -> Path:
+        return self.path / "huggingface"
 
     def log(self, rank: int) -> Path:
         """The file that a local rank's output goes to."""

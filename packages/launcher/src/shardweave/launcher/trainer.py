@@ -34,7 +34,7 @@ from shardweave.launcher.learning_rate import learning_rate
 from shardweave.launcher.order import SampleOrder
 from shardweave.models import MicroBatchRouters, RouterStatistics, StepRouters, parameter_shapes
 
-__all__ = ["Record", "StepResult", "Trainer", "train_in_process"]
+__all__ = ["Record", "StepResult", "Trainer", "recorded", "train_in_process"]
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Record:
-    """What `train_in_process` saw, the same on every rank."""
+    """What `recorded` saw, the same on every rank."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -270,7 +270,11 @@ def train_in_process(config: Config, mesh: Mesh, steps: int, *, dataset: Dataset
 
     Called by every rank of the mesh; writes no files. Learning rates span `config.run.steps`.
     """
-    trainer = Trainer(config, mesh, dataset=dataset)
+    return recorded(Trainer(config, mesh, dataset=dataset), steps)
+
+
+def recorded(trainer: Trainer, steps: int) -> Record:
+    """Trains `steps` steps with a trainer; called by every rank of its mesh."""
     results = [trainer.train_step() for _ in range(steps)]
     return Record(
         losses=[result.loss for result in results],

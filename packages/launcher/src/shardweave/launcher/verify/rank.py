@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardweave import comm
 from shardweave.comm.files import write_atomically
 from shardweave.launcher.communication import mesh_of
 from shardweave.launcher.config import Config
-from shardweave.launcher.layout import layout_of
+from shardweave.launcher.rank_mesh import join_world
 from shardweave.launcher.verify.layout import verify_layout
 from shardweave.launcher.verify.report import Report
 
@@ -39,14 +38,8 @@ def verify(config: Config, steps: int) -> Report:
     Raises:
         ConfigError: when the number of ranks and the layout do not match; on every rank, before any message.
     """
-    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
-    if config.run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # before anything looks: `comm` takes the accelerator it finds
-        )
     timeout = max(config.comm.timeout, _PATIENCE)
-    comm.init(timeout=timeout)
-    mesh = mesh_of(config, layout, timeout=timeout)
+    mesh = mesh_of(config, join_world(config, timeout), timeout=timeout)
     report = verify_layout(config, mesh, steps)
     mesh.close()
     return report
