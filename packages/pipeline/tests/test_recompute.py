@@ -127,21 +127,24 @@ class Counter(nn.Module):
 
 
 class Remembering(nn.Module):
-    """Computes with buffers that it changes: one in place, one by assignment, one of a part that does not train."""
+    """Computes with buffers that it changes: one in place, which it has itself as well, one by assignment, one of a
+    part that does not train."""
 
     assigned: Tensor
+    shared: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4).double()
         self.inside, self.frozen = Counter(), Counter().eval()
         self.register_buffer("assigned", torch.zeros(()))
+        self.register_buffer("shared", self.inside.count)
 
     def forward(self, x: Tensor) -> Tensor:
         self.assigned = self.assigned + 1
         # The graph saves the counts as they are: written to behind this call, they would give another gradient.
         result: Tensor = torch.tanh(self.linear(x)) * self.inside() * self.frozen() * self.assigned.exp()
-        return result
+        return result * self.shared
 
 
 def test_a_recomputed_stage_computes_with_the_buffers_of_its_first_call() -> None:

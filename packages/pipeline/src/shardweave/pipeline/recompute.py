@@ -62,7 +62,9 @@ class Recompute:
         """
         self._numbers = RandomFork.now()
         inputs = _versions(self._received.tensors)
-        buffers = [_Buffer(*its) for its in _buffers(self._module)]
+        # One copy of what is the buffer of several owners, as they share it in the second call, too.
+        values = {id(its): its.detach().clone() for _, _, its in _buffers(self._module)}
+        buffers = [_Buffer(*its, values[id(its[-1])]) for its in _buffers(self._module)]
         try:
             with torch.autograd.graph.saved_tensors_hooks(_nothing, _nobody):
                 yield
@@ -105,11 +107,11 @@ class Recompute:
 
 
 class _Buffer:
-    """A buffer as it was before a call. See [Note: Buffers]."""
+    """A buffer, and the ``value`` that it had before a call. See [Note: Buffers]."""
 
-    def __init__(self, owner: nn.Module, name: str, tensor: Tensor) -> None:
+    def __init__(self, owner: nn.Module, name: str, tensor: Tensor, value: Tensor) -> None:
         self._owner, self._name, self._tensor = owner, name, tensor
-        self._version, self.value = tensor._version, tensor.detach().clone()
+        self._version, self.value = tensor._version, value
 
     @property
     def changed(self) -> bool:
