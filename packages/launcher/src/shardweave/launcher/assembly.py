@@ -36,7 +36,7 @@ from shardweave.launcher.config import Zero as ZeroSettings
 from shardweave.launcher.gathering import check_gathering, gathering_options
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit
 from shardweave.launcher.problems import ConfigError, Problem
-from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.shape import recomputed, transformer_config
 from shardweave.launcher.staging import Staging, staging_of
 from shardweave.launcher.unbuilt import unbuilt
 from shardweave.models import (
@@ -262,7 +262,7 @@ def _module(
         keep_inputs=config.parallel.keep_inputs,
         decomposed=decomposed,
         chunked_loss=config.batch.chunked_loss,
-        recompute=config.plain()["recompute"],
+        recompute=recomputed(config),
         context=mesh.cp,
         context_form=config.parallel.context_form,
         expert=mesh.ep,

@@ -18,13 +18,12 @@ from shardweave.launcher.dataset import Dataset
 from shardweave.launcher.gathering import check_gathering, gathered
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit
 from shardweave.launcher.run_directory import RunDirectory
-from shardweave.launcher.shape import step_flops, transformer_config
+from shardweave.launcher.shape import recomputed, step_flops, transformer_config
 from shardweave.launcher.staging import Staging, staging_of
 from shardweave.models import (
     MemoryUse,
     Part,
     RankLayout,
-    Recompute,
     TransformerConfig,
     count_parameters,
     memory,
@@ -150,7 +149,7 @@ class Overview:
         if layout.pipeline > 1:
             chunks = f", {self.staging.chunks} stages a rank," if self.staging.chunks > 1 else ""
             parts.append(f"{self.staging.schedule}{chunks} with {100 * self.bubble:.1f} % bubble")
-        recompute = Recompute.of(config.plain()["recompute"])
+        recompute = recomputed(config)
         if recompute.mode != "none":
             parts.append(f"recomputing {recompute}")
         if config.comm.compression != "none" and layout.sharing > 1:
@@ -213,7 +212,7 @@ def _held(
                 gradients=DTYPES.get(config.zero.gradient_dtype),
                 micro_batch=config.batch.micro,
                 in_flight=stage.in_flight,
-                recompute=config.plain()["recompute"],
+                recompute=recomputed(config),
             )
         )
         elements += where.elements(shape)

@@ -13,10 +13,10 @@ from typing import Any
 from shardweave.launcher.config import Config, Model
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
 from shardweave.launcher.tokenizer import tokenizer
-from shardweave.models import FlopCount, TransformerConfig, check_preset_sizes, flops, preset
+from shardweave.models import FlopCount, Recompute, TransformerConfig, check_preset_sizes, flops, preset
 from shardweave.tensor_parallel import RotaryScaling
 
-__all__ = ["preset_keys", "resolved", "shared_keys", "step_flops", "transformer_config"]
+__all__ = ["preset_keys", "recomputed", "resolved", "shared_keys", "step_flops", "transformer_config"]
 
 _SHARED = tuple(
     field.name
@@ -99,7 +99,12 @@ def resolved(config: Config, *, data: int | None = None) -> Config:
     return config.model_copy(update={"model": model, "parallel": parallel})
 
 
+def recomputed(config: Config) -> Recompute:
+    """What the backward pass computes again."""
+    setting = config.recompute
+    return Recompute.of(setting if isinstance(setting, str) else setting.model_dump())
+
+
 def step_flops(config: Config, shape: TransformerConfig, batch: int) -> FlopCount:
     """Operations of a step over `batch` sequences, with what `config` computes again in the backward pass."""
-    recompute, chunked_loss = config.plain()["recompute"], config.batch.chunked_loss
-    return flops(shape, batch=batch, recompute=recompute, chunked_loss=chunked_loss)
+    return flops(shape, batch=batch, recompute=recomputed(config), chunked_loss=config.batch.chunked_loss)
