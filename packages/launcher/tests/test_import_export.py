@@ -106,10 +106,14 @@ def test_mistakes_end_with_status_2_and_a_sentence(published: Path, tmp_path: Pa
     (published / "model.safetensors").unlink()
     assert "holds neither model.safetensors nor" in refused("import", "published", "--out", "run")
     assert not (tmp_path / "run").exists()
-    with start_joined(tmp_path, 1, "export", "run", "--out", "out") as (command,):
-        status, _, err = command.end()
-    assert status == 2
-    assert "`shardweave export` starts its own ranks" in err
+    for name, *arguments in (
+        ("export", "run", "--out", "out"),
+        ("generate", "run", "--prompt", "a", "parallel.tensor=2"),
+    ):
+        with start_joined(tmp_path, 1, name, *arguments) as (command,):
+            status, _, err = command.end()
+        assert status == 2
+        assert f"`shardweave {name}` starts its own ranks" in err
 
 
 def test_the_weights_of_a_configuration_that_is_not_theirs_are_refused_before_a_rank_starts(

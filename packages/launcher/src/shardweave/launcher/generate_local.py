@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardweave.launcher.on_ranks import ONE_PROCESS, on_ranks
+from shardweave.launcher.on_ranks import ONE_PROCESS, on_ranks, started_by_others
 from shardweave.launcher.sampling import Sampling
 from shardweave.launcher.zygote_first import with_zygote
 
@@ -35,6 +35,8 @@ def generate_on_ranks(
     path: Path, prompts: Sequence[str], overrides: Sequence[str], sampling: Sampling, port: int
 ) -> int:
     """Prints the prompts and their continuations, computed on the layout of `overrides`; returns the exit status."""
+    if started := started_by_others("generate"):
+        return started
     return with_zygote([_RANK], lambda zygote: _generate(path, prompts, overrides, sampling, port, zygote))
 
 

@@ -11,15 +11,12 @@ shape and where the files are, so that a run of another name or place begins wit
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardweave.launcher.exit_status import USAGE_ERROR
-from shardweave.launcher.on_ranks import ONE_PROCESS, on_ranks
+from shardweave.launcher.on_ranks import ONE_PROCESS, on_ranks, started_by_others
 from shardweave.launcher.zygote_first import with_zygote
 
 if TYPE_CHECKING:  # imported when the zygote runs
@@ -33,7 +30,7 @@ _RANK = "shardweave.launcher.import_export_rank"
 
 def import_directory(directory: Path, out: Path, overrides: tuple[str, ...], port: int) -> int:
     """Makes the run `out` of the files in `directory`; returns the exit status."""
-    if started := _started_by_others("import"):
+    if started := started_by_others("import"):
         return started
     return with_zygote([_RANK], lambda zygote: _import(directory, out, overrides, port, zygote))
 
@@ -49,22 +46,10 @@ def export_run(
     port: int,
 ) -> int:
     """Writes the newest checkpoint of `run`, or the checkpoint that it names, to `out`; returns the exit status."""
-    if started := _started_by_others("export"):
+    if started := started_by_others("export"):
         return started
     options = {"family": family, "dtype": dtype, "shard_size": shard_size, "out": str(out.absolute())}
     return with_zygote([_RANK], lambda zygote: _export(run, overrides, options, port, zygote))
-
-
-def _started_by_others(name: str) -> int:
-    """These commands start their ranks; beside others of their kind they would be in each other's way."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return 0
-    print(
-        f"error: `shardweave {name}` starts its own ranks, on this machine, and RANK and WORLD_SIZE are in the "
-        "environment; run it by itself, without torchrun or srun",
-        file=sys.stderr,
-    )
-    return USAGE_ERROR
 
 
 def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, zygote: Zygote) -> int:
