@@ -12,8 +12,8 @@ from typing import Any
 
 from shardweave.comm import Mesh
 from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.corpus import open_dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Record, train_in_process
 
@@ -192,7 +192,7 @@ def configured(settings: Mapping[str, Any]) -> Config:
 
 def dataset_of(config: Config) -> Dataset:
     """What a run trains on; reading it takes longer than a step, so runs of the same samples share it."""
-    return Dataset.cut(open_corpus(config), config, config.model.sequence)
+    return open_dataset(config, config.model.sequence)
 
 
 def train(layout: Layout, **settings: Any) -> Record:

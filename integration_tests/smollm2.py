@@ -34,7 +34,7 @@ from torch import Tensor
 
 from shardweave.comm import Mesh
 from shardweave.comm.testing import run_ranks
-from shardweave.launcher.dataset import MicroBatch
+from shardweave.launcher.data.dataset import MicroBatch
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
 from shardweave.models import from_huggingface, huggingface_config, to_huggingface

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardweave.comm import Mesh, all_reduce, barrier, full_index, gather_values, sharding_of
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.checkpoint import resume, save
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.trainer import Trainer
 
 LAYOUTS: tuple[Layout, ...] = (

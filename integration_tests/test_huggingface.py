@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardweave.comm import Mesh, sharding_of
 from shardweave.launcher.assembly import assemble
-from shardweave.launcher.dataset import MicroBatch
+from shardweave.launcher.data.dataset import MicroBatch
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
 from shardweave.models import Transformer, TransformerConfig, from_huggingface, to_huggingface

@@ -31,8 +31,7 @@ from integration_tests.lattice.tolerance import TOLERANCES, apart, judge
 from integration_tests.layouts import configured
 
 from shardweave.launcher import Config
-from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.corpus import open_dataset
 from shardweave.launcher.gathering import check_gathering
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
 from shardweave.launcher.rules import idle
@@ -121,7 +120,7 @@ def test_the_small_corpus_has_several_epochs(tmp_path: Path) -> None:
     file = tmp_path / LINES
     file.write_text("".join(lines()), encoding="utf-8")
     config = configured({**BASE, "data.source": str(file)})
-    dataset = Dataset.cut(open_corpus(config), config, config.model.sequence)
+    dataset = open_dataset(config, config.model.sequence)
     assert 2 * config.batch.global_ < dataset.num_train < 4 * config.batch.global_
     assert json.loads(lines()[0])["text"]
 

@@ -9,10 +9,9 @@ import torch
 
 from shardweave.comm import Axis, Compression, GradientBuckets
 from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.corpus import open_dataset
+from shardweave.launcher.data.order import SampleOrder
 from shardweave.launcher.evaluation import evaluation_batches
-from shardweave.launcher.order import SampleOrder
 from shardweave.models import Transformer, TransformerConfig
 
 __all__ = ["RATES", "Loop", "Run", "describe"]
@@ -55,7 +54,7 @@ class Loop:
         self._run, self._data = run, data
         self._rate = RATES[run.optimizer] if run.rate is None else run.rate
         self.model = Transformer(SHAPE)
-        self._corpus = Dataset.cut(open_corpus(Config()), Config(), SHAPE.sequence)
+        self._corpus = open_dataset(Config(), SHAPE.sequence)
         self._order = SampleOrder(self._corpus.num_train, run.seed)
         self._buckets = GradientBuckets(self.model.named_parameters(), axis, compression=run.compression)
         self._optimizer = _optimizer(run, self.model)

@@ -11,7 +11,7 @@ import torch
 from shardweave.comm import Mesh, barrier
 from shardweave.launcher.checkpoint import resume, save
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.resumable import find_resumable

@@ -30,7 +30,7 @@ from shardweave.launcher.communication import (
     residual_bytes,
 )
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.layout import Layout, check_fit, layout_of
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config, read_config

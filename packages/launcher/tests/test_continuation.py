@@ -12,7 +12,7 @@ import torch
 from shardweave.comm import Mesh, gather_values
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.checkpoint import resume, save
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
 

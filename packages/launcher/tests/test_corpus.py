@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import Corpus, open_corpus
-from shardweave.launcher.problems import ConfigError
-from shardweave.launcher.tokenizer import ByteTokenizer, tokenizer
+from shardweave.launcher.data.corpus import open_corpus
+from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.tokenizer import ByteTokenizer, tokenizer
+from shardweave.launcher.data.tokens import ArrayTokens
 
 
-def _open(source: str | Path) -> Corpus:
-    return open_corpus(Config.model_validate({"data": {"source": str(source)}}))
+def _open(source: str | Path) -> ArrayTokens:
+    return open_corpus(str(source), ByteTokenizer())
 
 
 def _text(source: str | Path) -> bytes:
@@ -24,9 +24,8 @@ def _text(source: str | Path) -> bytes:
 
 
 def _error(source: str | Path) -> str:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(DataError) as error:
         _open(source)
-    assert str(error.value).startswith("data.source: ")
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -61,7 +60,7 @@ def test_b112_empty_documents_are_skipped_and_an_empty_source_is_an_error(tmp_pa
     assert _text(path) == b"fiver\0sevener\0"
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    assert _error(empty) == f"data.source: {empty} holds no text: every document in it is empty"
+    assert _error(empty) == f"{empty} holds no text: every document in it is empty"
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
     assert "holds no text" in _error(tmp_path / "blank.jsonl")
 

@@ -7,19 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import Corpus
-from shardweave.launcher.dataset import IGNORED, Batches, Dataset
+from shardweave.launcher.data.dataset import IGNORED, Batches, Dataset
+from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.order import SampleOrder
+from shardweave.launcher.data.tokens import ArrayTokens
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.layout import BatchPlan
-from shardweave.launcher.order import SampleOrder
-from shardweave.launcher.problems import ConfigError
 
 
 def _dataset(tokens: int, sequence: int, validation: float = 0.0) -> Dataset:
     text = (np.arange(tokens) % 251 + 1).astype(np.uint8)
-    config = Config.model_validate({"data": {"source": "some.txt", "validation": validation}})
-    return Dataset.cut(Corpus("some.txt", text, 1, "f"), config, sequence)
+    return Dataset.cut(ArrayTokens.of("some.txt", [text]), sequence, validation)
 
 
 def test_samples_lie_end_to_end_and_targets_are_the_next_tokens() -> None:
@@ -32,10 +30,10 @@ def test_samples_lie_end_to_end_and_targets_are_the_next_tokens() -> None:
 
 
 def test_b112_too_little_text_is_an_error_with_the_numbers() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(DataError) as error:
         _dataset(3, 4)
     assert str(error.value) == (
-        "data.source: some.txt has 3 tokens, and one sample takes model.sequence + 1 = 5; "
+        "some.txt has 3 tokens, and one sample takes model.sequence + 1 = 5; "
         "use more text or model.sequence=2"
     )
     assert _dataset(5, 4).num_train == 1

@@ -11,7 +11,7 @@ from packages.launcher.tests.commands import run
 
 from shardweave.comm import Mesh
 from shardweave.launcher.checkpoint import save
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.generate import generate_text, load_model
 from shardweave.launcher.reading import config_text, load_config
 from shardweave.launcher.sampling import Sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardweave.launcher.order import SampleOrder, permute
+from shardweave.launcher.data.order import SampleOrder, permute
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 10, 16, 17, 100, 1000, 4097])

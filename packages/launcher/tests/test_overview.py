@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.layout import layout_of
 from shardweave.launcher.overview import Overview
 from shardweave.launcher.problems import ConfigError

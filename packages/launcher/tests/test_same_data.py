@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardweave.comm import Mesh, Topology
-from shardweave.launcher.dataset import Dataset, MicroBatch
+from shardweave.launcher.data.dataset import Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.same_data import check_same_data

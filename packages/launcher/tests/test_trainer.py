@@ -16,7 +16,7 @@ import torch
 from shardweave.comm import Axis, Links, Mesh, all_gather
 from shardweave.launcher import assembly
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import IGNORED, Dataset, MicroBatch
+from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process

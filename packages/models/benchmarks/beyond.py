@@ -17,8 +17,8 @@ from packages.comm.benchmarks._tables import Table, Value, arguments, report, ve
 from torch import Tensor
 from torch.nn import functional
 
-from shardweave.launcher import Config
-from shardweave.launcher.corpus import open_corpus
+from shardweave.launcher.data.corpus import open_corpus
+from shardweave.launcher.data.tokenizer import ByteTokenizer
 from shardweave.models import Transformer, TransformerConfig
 
 TRAINED, BATCH, RATE, BUCKET, WINDOWS = 64, 16, 3e-3, 32, 256
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    text = torch.from_numpy(open_corpus(Config()).tokens.astype("int64"))
+    text = torch.from_numpy(open_corpus("builtin", ByteTokenizer()).tokens.astype("int64"))
     cut = len(text) * 95 // 100
     rows: list[dict[str, Value]] = []
     for position in POSITIONS:

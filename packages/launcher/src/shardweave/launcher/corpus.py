@@ -1,164 +1,32 @@
-"""The text of a run as one array of tokens.
-
-A source is ``builtin``, a file, a directory or a glob of ``.txt`` files (a document each) and ``.jsonl`` files (a
-document a line, in the field ``text``). Documents follow each other in a fixed order, each closed by the end-of-text
-token, so every rank that reads the same source has the same array; its fingerprint proves it.
-
-The built-in source is the Python standard library's own source files, in the order of their paths: real text that
-is on every machine, over 10 MB, without a download. It differs between versions of Python, which the fingerprint
-in a checkpoint notices. Eight hundred files take a tenth of a second cold, so every rank simply reads them.
-"""
+"""The samples that a configuration describes: its keys on one side, `shardweave.launcher.data` on the other."""
 
 from __future__ import annotations
 
-import glob
-import json
-import os
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-
 from shardweave.launcher.config import Config
+from shardweave.launcher.data.corpus import open_corpus
+from shardweave.launcher.data.dataset import Dataset
+from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.tokenizer import tokenizer
 from shardweave.launcher.problems import ConfigError, Problem
-from shardweave.launcher.tokenizer import ByteTokenizer, tokenizer
 
-__all__ = ["Corpus", "open_corpus"]
-
-_SUFFIXES = (".txt", ".jsonl")
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+__all__ = ["open_dataset"]
 
 
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """All documents of a source, one after the other."""
-
-    source: str
-    """As the configuration names it."""
-    tokens: NDArray[np.uint8] = field(repr=False)
-    """Every document's tokens and an end-of-text token after each, uint8 ``[n]``."""
-    documents: int
-    """Documents that are not empty."""
-    fingerprint: str
-    """Of the tokens: equal exactly when two ranks, or a run and its continuation, train on the same text."""
-
-
-def open_corpus(config: Config) -> Corpus:
-    """Reads the source that `config` names.
+def open_dataset(config: Config, sequence: int) -> Dataset:
+    """The samples of ``sequence + 1`` tokens of `config.data`.
 
     Raises:
-        ConfigError: for a source that is not there, cannot be read, is not text, or holds no text; it names the
-            file (and for ``.jsonl`` the line).
+        ConfigError: for a source that is not there, cannot be read, is not text, or has too little of it.
     """
     source = config.data.source
     if not isinstance(source, str):
         raise _problem(f"data.source is a list of {len(source)}; give one path or glob")
-    words = tokenizer(config.data.tokenizer)
-    documents = _builtin() if source == "builtin" else _files(source)
-    return _joined(source, documents, words)
-
-
-def _joined(source: str, documents: Iterator[bytes], words: ByteTokenizer) -> Corpus:
-    end = np.array([words.end_of_text], dtype=np.uint8)
-    pieces: list[NDArray[np.uint8]] = []
-    for document in documents:
-        if document:
-            pieces += [words.encode(document), end]
-    if not pieces:
-        raise _problem(f"data.source: {source} holds no text: every document in it is empty")
-    tokens = np.concatenate(pieces)
-    return Corpus(source, tokens, len(pieces) // 2, blake2b(tokens.data, digest_size=16).hexdigest())
+    try:
+        tokens = open_corpus(source, tokenizer(config.data.tokenizer))
+        return Dataset.cut(tokens, sequence, config.data.validation)
+    except DataError as error:
+        raise _problem(f"data.source: {error}") from None
 
 
 def _problem(text: str) -> ConfigError:
     return ConfigError([Problem(("data", "source"), text)])
-
-
-def _builtin() -> Iterator[bytes]:
-    root = sysconfig.get_paths()["stdlib"]
-    names = sorted(_library(root))
-    if not names:
-        raise _problem(
-            f"data.source: builtin: this Python keeps no source files in {root}; name a .txt file instead"
-        )
-    for name in names:
-        try:
-            with open(os.path.join(root, name), "rb") as file:
-                document = file.read()
-        except OSError:
-            continue  # a distribution may leave dangling links behind; the rest is still over 10 MB
-        yield document
-
-
-def _library(root: str) -> Iterator[str]:
-    """Paths of the library's source files relative to `root`. Plain strings: 800 `Path`s cost half a second."""
-    for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if name not in _NOT_LIBRARY]
-        inside = os.path.relpath(directory, root)
-        for name in files:
-            if name.endswith(".py"):
-                yield name if inside == "." else f"{inside}/{name}"
-
-
-def _files(source: str) -> Iterator[bytes]:
-    for path in _find(source):
-        yield from _json_lines(path) if path.suffix.lower() == ".jsonl" else [_read(path)]
-
-
-def _find(source: str) -> list[Path]:
-    """The files of a path or glob, in order; there is at least one."""
-    path = Path(os.path.expanduser(source))
-    try:
-        if path.is_dir():
-            found = [inner for inner in sorted(path.rglob("*")) if _is_text(inner) and inner.is_file()]
-            if not found:
-                raise _problem(f"data.source: the directory {source} has no .txt and no .jsonl file in it")
-            return found
-        found = (
-            [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-        )
-        found = [inner for inner in found if not inner.is_dir()]
-    except OSError as error:
-        raise _problem(f"data.source: {source} cannot be looked up: {error.strerror}") from None
-    if not found:
-        what = "no file matches the glob" if glob.has_magic(source) else "there is no file or directory"
-        raise _problem(f"data.source: {what} {source} (relative to {Path.cwd()})")
-    for inner in found:
-        if not inner.is_file():  # a pipe or a device: reading it may never end
-            raise _problem(f"data.source: {inner} is not a regular file")
-        if not _is_text(inner):
-            raise _problem(
-                f"data.source: {inner} is neither .txt (one document) nor .jsonl (a document a line, in the field "
-                "`text`); rename or convert it"
-            )
-    return found
-
-
-def _is_text(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
-    except OSError as error:
-        raise _problem(f"data.source: {path} cannot be read: {error.strerror}") from None
-
-
-def _json_lines(path: Path) -> Iterator[bytes]:
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _problem(f"data.source: {path}:{number}: not a JSON object: {error}") from None
-        text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise _problem(f"data.source: {path}:{number}: this line has no text in a field `text`")
-        yield text.encode("utf-8", "replace")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shardweave.launcher.dataset import IGNORED, Dataset, MicroBatch
+from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
 
 __all__ = ["EVALUATION_SAMPLES", "evaluation_batches"]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from shardweave.launcher.data.tokenizer import ByteTokenizer, tokenizer
 from shardweave.launcher.describe import fail
 from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.sampling import Sampling
 from shardweave.launcher.shape import transformer_config
-from shardweave.launcher.tokenizer import ByteTokenizer, tokenizer
 from shardweave.models import Transformer
 from shardweave.models import generate as sample
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors

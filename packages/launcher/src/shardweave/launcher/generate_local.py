@@ -50,12 +50,12 @@ def _generate(
 ) -> int:
     from dataclasses import asdict
 
+    from shardweave.launcher.data.tokenizer import tokenizer
     from shardweave.launcher.foreign_tokens import foreign_tokens
     from shardweave.launcher.generate import encoded, located, others
     from shardweave.launcher.layout import check_fit, layout_of
     from shardweave.launcher.reading import read_config
     from shardweave.launcher.shape import transformer_config
-    from shardweave.launcher.tokenizer import tokenizer
     from shardweave.pipeline import RULES
 
     run, checkpoint = located(path)

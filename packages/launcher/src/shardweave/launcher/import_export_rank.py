@@ -11,7 +11,7 @@ import torch
 from shardweave.launcher.assembly import modules_with
 from shardweave.launcher.checkpoint import save
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import MicroBatch
+from shardweave.launcher.data.dataset import MicroBatch
 from shardweave.launcher.rank_mesh import joined_mesh
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.trainer import Trainer

@@ -14,7 +14,7 @@ from shardweave.comm.text import bytes_text
 from shardweave.launcher.assembly import DTYPES
 from shardweave.launcher.communication import num_replicas, residual_bytes
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.gathering import check_gathering, gathered
 from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, check_fit
 from shardweave.launcher.run_directory import RunDirectory

@@ -19,8 +19,7 @@ from shardweave.comm.text import bytes_text
 from shardweave.launcher.assembly import DTYPES, source_of
 from shardweave.launcher.communication import idle_over, residual_bytes
 from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.corpus import open_dataset
 from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
 from shardweave.launcher.overview import Overview
@@ -92,7 +91,7 @@ def prepare(request: Request, world_size: int | None = None) -> Prepared:
         shape = transformer_config(config)
         check_fit(config, layout, shape)
         batch_plan(config, layout)
-        dataset = Dataset.cut(open_corpus(config), config, shape.sequence)
+        dataset = open_dataset(config, shape.sequence)
         return Prepared(loaded, Overview.of(config, layout, dataset))
     except ConfigError as error:
         raise ConfigError(error.problems, loaded.origins) from None

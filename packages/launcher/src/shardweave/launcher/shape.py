@@ -11,8 +11,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from shardweave.launcher.config import Config, Model
+from shardweave.launcher.data.tokenizer import tokenizer
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
-from shardweave.launcher.tokenizer import tokenizer
 from shardweave.models import FlopCount, Recompute, TransformerConfig, check_preset_sizes, flops, preset
 from shardweave.tensor_parallel import RotaryScaling
 

@@ -27,11 +27,11 @@ from torch import Tensor
 from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_index, sharding_of
 from shardweave.launcher.assembly import Assembly, assemble
 from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import IGNORED, Batches, BatchSource, Dataset, MicroBatch
+from shardweave.launcher.corpus import open_dataset
+from shardweave.launcher.data.dataset import IGNORED, Batches, BatchSource, Dataset, MicroBatch
+from shardweave.launcher.data.order import SampleOrder
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.learning_rate import learning_rate
-from shardweave.launcher.order import SampleOrder
 from shardweave.models import MicroBatchRouters, RouterStatistics, StepRouters, parameter_shapes
 
 __all__ = ["Record", "StepResult", "Trainer", "recorded", "train_in_process"]
@@ -89,7 +89,7 @@ class Trainer:
         self.config, self.mesh = config, mesh
         self.parts: Assembly = assemble(config, mesh)
         if dataset is None and batches is None:
-            dataset = Dataset.cut(open_corpus(config), config, self.parts.shape.sequence)
+            dataset = open_dataset(config, self.parts.shape.sequence)
         self.dataset = dataset
         self.batches: BatchSource = batches if batches is not None else self._ordered(dataset)
         self.step = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardweave.comm import Mesh, full_index, sharding_of
 from shardweave.launcher.assembly import device_of
 from shardweave.launcher.config import Config
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.trainer import Trainer
 from shardweave.launcher.verify.capture import Capture, StepCapture, share
 from shardweave.launcher.verify.comparison import Comparison

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import open_corpus
-from shardweave.launcher.dataset import Dataset
+from shardweave.launcher.corpus import open_dataset
 from shardweave.launcher.overview import Overview
 from shardweave.launcher.prepare import prepare
 from shardweave.launcher.request import Request
@@ -64,5 +63,5 @@ def ask(
     shrunk = in_float64(shrunk) if float64 else shrunk
     quiet = shrunk.config.checkpoint.model_copy(update={"every": 0})
     config = shrunk.config.model_copy(update={"checkpoint": quiet})
-    dataset = Dataset.cut(open_corpus(config), config, config.model.sequence)
+    dataset = open_dataset(config, config.model.sequence)
     return Question(config, Overview.of(config, layout, dataset), shrunk.changes, steps, prepared.warnings)

@@ -25,11 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardweave.launcher.config import Config
-from shardweave.launcher.corpus import Corpus
+from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.order import SampleOrder
+from shardweave.launcher.data.tokens import ArrayTokens
 from shardweave.launcher.layout import BatchPlan
-from shardweave.launcher.order import SampleOrder
-from shardweave.launcher.problems import ConfigError, Problem
 
 __all__ = ["IGNORED", "BatchSource", "Batches", "Dataset", "MicroBatch"]
 
@@ -70,23 +69,22 @@ class Dataset:
     fingerprint: str = ""
 
     @classmethod
-    def cut(cls, corpus: Corpus, config: Config, sequence: int) -> Dataset:
+    def cut(cls, tokens: ArrayTokens, sequence: int, validation: float = 0.0) -> Dataset:
         """Cuts a corpus into samples of ``sequence + 1`` tokens and splits the last ones off for validation.
 
         A share that rounds down to no sample is no validation (``num_validation`` is 0), never an error.
 
         Raises:
-            ConfigError: when the corpus is shorter than one sample.
+            DataError: when the corpus is shorter than one sample.
         """
-        samples = (len(corpus.tokens) - 1) // sequence
+        samples = (len(tokens) - 1) // sequence
         if samples < 1:
-            text = (
-                f"data.source: {corpus.source} has {len(corpus.tokens)} tokens, and one sample takes "
-                f"model.sequence + 1 = {sequence + 1}; use more text or model.sequence={max(1, len(corpus.tokens) - 1)}"
+            raise DataError(
+                f"{tokens.name} has {len(tokens)} tokens, and one sample takes "
+                f"model.sequence + 1 = {sequence + 1}; use more text or model.sequence={max(1, len(tokens) - 1)}"
             )
-            raise ConfigError([Problem(("data", "source"), text)])
-        validation = int(samples * config.data.validation)
-        return cls(corpus.tokens, sequence, samples - validation, validation, corpus.fingerprint)
+        aside = int(samples * validation)
+        return cls(tokens.tokens, sequence, samples - aside, aside, tokens.fingerprint)
 
     def micro_batch(self, samples: NDArray[np.int64]) -> MicroBatch:
         """The samples of the given numbers; validation samples come after the ``num_train`` others."""

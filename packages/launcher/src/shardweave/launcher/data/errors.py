@@ -1,0 +1,12 @@
+"""What is wrong with the user's data: said in one sentence, before any work starts."""
+
+from __future__ import annotations
+
+__all__ = ["DataError"]
+
+
+class DataError(ValueError):
+    """Text or tokens that cannot be used. The message names the file (and line), the rule and the way out.
+
+    It stands without the name of a setting: whoever knows which one was read puts it in front.
+    """
