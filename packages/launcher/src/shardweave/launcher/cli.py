@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from shardweave.launcher._version import __version__
+from shardweave.launcher.data_command import data
 from shardweave.launcher.exit_status import INTERRUPTED, USAGE_ERROR
 from shardweave.launcher.request import Request
 from shardweave.launcher.schedule_command import schedule
@@ -289,6 +290,7 @@ def show(run: Path, tensors: bool, as_json: bool) -> None:
     sys.exit(show_checkpoint(run, tensors=tensors, as_json=as_json))
 
 
+cli.add_command(data)
 cli.add_command(schedule)
 
 

@@ -1,0 +1,20 @@
+"""``shardweave data``: files of text become files of tokens, and files of tokens are looked at.
+
+Runs in one process that imports no torch: what the commands do is in `shardweave.launcher.data`.
+"""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["data"]
+
+
+@click.group()
+def data() -> None:
+    """Prepares what a run trains on. PREFIX names a pair of files, PREFIX.bin and PREFIX.idx, as Megatron's.
+
+    \b
+    Example:
+      shardweave data inspect corpora/wiki
+    """
