@@ -11,6 +11,7 @@ sharding                :class:`Sharding`: how one parameter is laid out; writte
 rectangles              :class:`Rectangle`, :func:`flat_rectangles`: a flat range of a slice, named without a layout
 values                  :func:`gather_values`, :func:`broadcast_value`: small JSON values, for decisions of all ranks
 gradients               :func:`sum_partial_gradients`, :func:`gradient_norm`, :func:`clip_gradients`
+statistics              :class:`TensorStatistics`: rms, largest value and zeros of tensors in parts
 readiness               :func:`gradient_work`, :class:`WeightGradients`: when a gradient is final
 compression             :class:`CompressedReduction` with :class:`OneBit`, :class:`TwoBit`, :class:`EightBit`,
                         :class:`TopK` or :class:`PowerSGD`: gradients in few bytes, what was not sent is kept
@@ -111,6 +112,7 @@ from .sharding import (
     set_sharding,
     sharding_of,
 )
+from .statistics import TensorStatistics, add_parts, empty_parts, join_parts, measure_part
 from .topology import Topology
 from .values import broadcast_value, gather_values
 
@@ -148,12 +150,14 @@ __all__ = [
     "Sharding",
     "Split",
     "Subscription",
+    "TensorStatistics",
     "TopK",
     "Topology",
     "Traffic",
     "TwoBit",
     "WeightGradients",
     "__version__",
+    "add_parts",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -169,6 +173,7 @@ __all__ = [
     "copy_to",
     "costs",
     "counts_here",
+    "empty_parts",
     "exchange",
     "exchange_between",
     "exchange_rows",
@@ -181,11 +186,13 @@ __all__ = [
     "gradient_norm",
     "gradient_work",
     "init",
+    "join_parts",
     "keyed_dropout",
     "keyed_uniform",
     "ledger_dict",
     "ledger_table",
     "measure_links",
+    "measure_part",
     "mesh_ranks",
     "name_parameters",
     "named_generator",

@@ -13,7 +13,7 @@ The optimizer says when, and decides: whether a step is taken, and what gradient
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardweave.comm import Pending, Sharding, all_reduce, counts_here, sharding_of
+from shardweave.comm import Pending, Sharding, TensorStatistics, all_reduce, counts_here, sharding_of
 
 from .axes import Axes
 from .build import build_units
@@ -40,6 +40,7 @@ from .presence import agree_on_present, num_missing, presence
 from .reduce import Reducer
 from .shards import Piece, ShardPiece
 from .stage3 import GatheredUnits
+from .statistics import gradient_statistics
 from .trained import TrainedParameters, Unfreezing
 from .unit import Unit
 from .units import unit_mb
@@ -163,6 +164,11 @@ class Holdings:
                     counts=counts_here(piece.parameter, self._axes.model),
                     whole=self._options.ownership == "tensor",
                 )
+
+    def gradient_statistics(self, scale: float, stacked: Collection[str]) -> dict[str, TensorStatistics]:
+        """Of what was reduced, divided by ``scale``; collective over the data and the model axis."""
+        device = self._given.device
+        return gradient_statistics(self.units, self._axes, scale=scale, stacked=stacked, device=device)
 
     def discard(self, *, keep_present: bool) -> None:
         """Forgets all gradients. ``keep_present``: who had one counts as having one of zero in the next step."""

@@ -30,7 +30,9 @@ from shardweave.comm.text import ranks_text
 from .axes import Axes
 from .unit import Unit
 
-__all__ = ["Local", "NormRanges", "Summary", "clip_coefficient", "describe_broken", "square_sum"]
+__all__ = [
+    "Local", "NormRanges", "Summary", "clip_coefficient", "counts_shard", "describe_broken", "square_sum",
+]  # fmt: skip
 
 _ROW = 256
 
@@ -128,6 +130,12 @@ class NormRanges:
         return all_reduce(numbers, self._model).cpu(), present
 
 
+def counts_shard(unit: Unit, axes: Axes) -> bool:
+    """Whether, of the ranks that a unit is reduced over, this one counts what its shard has."""
+    reduced, shard = axes.of(unit.plan.key.reduced)
+    return reduced.rank < shard.size if unit.sharded else reduced.is_first
+
+
 def square_sum(flat: Tensor, least: torch.dtype = torch.float32) -> Tensor:
     """Sum of squares of a 1-D tensor as a 0-d float64 tensor.
 
@@ -196,8 +204,7 @@ def _sums(
     A sum for each group, and a last one of what other ranks count.
     """
     found: dict[int, list[tuple[int, int]]] = {}
-    reduced, shard = axes.of(unit.plan.key.reduced)
-    first = reduced.rank < shard.size if unit.sharded else reduced.is_first
+    first = counts_shard(unit, axes)
     for piece in unit.shard.pieces:
         counts = first and counts_here(piece.parameter, axes.model)
         ranges = found.setdefault(group_of[id(piece.parameter)] if counts else num_groups, [])

@@ -29,7 +29,7 @@ How stage 3 is put together, ``stage3.py`` says.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shardweave.comm import Axis, Compression
+from shardweave.comm import Axis, Compression, TensorStatistics
 
 from . import state
 from .axes import Axes, check_axes, shard_axis
@@ -322,6 +322,22 @@ class ZeroOptimizer(Optimizer):
         self._holdings.check()
         self._holdings.reduce()
         self._holdings.take_in_unfrozen()
+
+    @torch.no_grad()
+    def gradient_statistics(self, *, stacked: Collection[str] = ()) -> dict[str, TensorStatistics]:
+        """What each parameter's gradient looks like: root mean square, largest absolute value, fraction of zeros.
+
+        Collective like :meth:`step`, and to be called between ``backward`` and it: of the gradients that it is going to
+        use, reduced over all ranks, before clipping and without the loss scale; also of those that it is going to
+        skip. By the names of :meth:`name_of`, the same on every rank, each element of the full parameter counted once;
+        parameters without a gradient on any rank are left out. Computed in float64. Some small messages for all
+        parameters together, and one pass over this rank's shards; nothing in steps that do not call it.
+
+        ``stacked``: names of parameters that are stacks of tensors, such as experts; each of those along the first dim
+        is told as well, as ``name[3]``. ValueError, on all ranks: parameters of several ranks have the same name.
+        """
+        self.finish_reduction()
+        return self._holdings.gradient_statistics(self.loss_scale, stacked)
 
     @torch.no_grad()
     def take_in_unfrozen(self) -> None:
