@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardweave.launcher.data.corpus import open_corpus
-from shardweave.launcher.data.errors import DataError
-from shardweave.launcher.data.tokenizer import ByteTokenizer, tokenizer
+from shardweave.launcher.data.errors import DataError, EndOfTextError
+from shardweave.launcher.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardweave.launcher.data.tokens import ArrayTokens
 
 
@@ -95,11 +95,14 @@ def test_odd_files(tmp_path: Path) -> None:
 
 
 def test_bytes_round_trip_and_zero_bytes_are_spaces() -> None:
-    words = tokenizer("byte")
-    assert words == ByteTokenizer()
+    words = open_tokenizer("byte")
+    assert isinstance(words, ByteTokenizer)
     text = "naïve – text\n"
     assert words.decode(words.encode(text)) == text
     assert words.encode(b"a\0b").tolist() == [97, 32, 98]
     assert words.decode([104, 105, 0, 255]) == "hi\n\n\ufffd"
-    with pytest.raises(ValueError, match="use byte"):
-        tokenizer("gpt2")
+    assert words.token_bytes.tolist() == [0] + [1] * 255
+    with pytest.raises(DataError, match=r"there is no tokenizer gpt2 .*; use byte, a tokenizer.json, or"):
+        open_tokenizer("gpt2")
+    with pytest.raises(EndOfTextError, match="7 is not the byte tokenizer's, which is 0"):
+        open_tokenizer("byte", 7)

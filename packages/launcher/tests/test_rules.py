@@ -128,7 +128,6 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
     ("path", "value"),
     [
         (("data", "source"), [{"source": "a.txt", "weight": 1}]),
-        (("data", "tokenizer"), "gpt2"),
         (("zero", "offload"), "cpu"),
         (("zero", "offload"), "disk"),
         (("guard", "nonfinite"), "rollback"),

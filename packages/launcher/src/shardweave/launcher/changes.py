@@ -70,7 +70,9 @@ TABLE: tuple[Row, ...] = (
     ),  # the biases are there, or not
     Row("data", Kind.TOLD, "other samples from here on"),
     Row("data.source", Kind.FREE),  # its text is compared, not where it lies
-    Row("data.tokenizer", Kind.REFUSED),
+    Row("data.tokenizer", Kind.FREE),  # what it does is compared, not where it lies
+    Row("data.end_of_text", Kind.FREE),  # with the tokenizer
+    Row("data.field", Kind.FREE),
     Row("parallel", Kind.FREE),
     Row("zero", Kind.FREE),
     Row("zero.gradient_dtype", Kind.TOLD),

@@ -29,6 +29,7 @@ from shardweave.launcher.resumable import (
     values_of,
 )
 from shardweave.launcher.trainer import Trainer
+from shardweave.launcher.words import tokenizer_of
 from shardweave.zero.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
@@ -185,4 +186,7 @@ def _data_changes(trainer: Trainer, then: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _data(trainer: Trainer) -> dict[str, Any]:
-    return {"fingerprint": trainer.dataset.fingerprint if trainer.dataset else ""}
+    """What tells the text of one run, and what its tokens mean, from another's; nothing for who has read no text."""
+    if trainer.dataset is None:
+        return {"fingerprint": "", "tokenizer": ""}
+    return {"fingerprint": trainer.dataset.fingerprint, "tokenizer": tokenizer_of(trainer.config).fingerprint}

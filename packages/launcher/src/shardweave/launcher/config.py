@@ -217,7 +217,12 @@ class Data(_Block):
     source: Text | Annotated[tuple[WeightedSource, ...], BeforeValidator(_tuple)] = "builtin"
     """``builtin`` (Python's own standard library), a file, a directory, a glob, or a list with weights."""
     tokenizer: Text = "byte"
-    """``byte``: 256 tokens, one per byte."""
+    """``byte``: 256 tokens, one per byte; or a ``tokenizer.json`` of Hugging Face's, or a directory with it or with
+    GPT-2's vocab.json and merges.txt."""
+    end_of_text: Text | Natural = "auto"
+    """The token that closes each document, as text or as its number; auto: the one that the tokenizer's files name."""
+    field: Text = "text"
+    """Where the text is in a line of a ``.jsonl`` file or a row of a ``.parquet`` file."""
     validation: Fraction = 0.05
     """Share of the samples, at the end of the corpus, that are never trained on."""
 

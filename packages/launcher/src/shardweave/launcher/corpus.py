@@ -6,8 +6,8 @@ from shardweave.launcher.config import Config
 from shardweave.launcher.data.corpus import open_corpus
 from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.data.errors import DataError
-from shardweave.launcher.data.tokenizer import tokenizer
 from shardweave.launcher.problems import ConfigError, Problem
+from shardweave.launcher.words import tokenizer_of
 
 __all__ = ["open_dataset"]
 
@@ -21,8 +21,9 @@ def open_dataset(config: Config, sequence: int) -> Dataset:
     source = config.data.source
     if not isinstance(source, str):
         raise _problem(f"data.source is a list of {len(source)}; give one path or glob")
+    words = tokenizer_of(config)
     try:
-        tokens = open_corpus(source, tokenizer(config.data.tokenizer))
+        tokens = open_corpus(source, words)
         return Dataset.cut(tokens, sequence, config.data.validation)
     except DataError as error:
         raise _problem(f"data.source: {error}") from None

@@ -33,7 +33,8 @@ def foreign_tokens(config: Config, run: Path) -> str | None:
         whose = f"the weights in {weights} have a vocabulary of {vocab}"
     else:
         return None
+    own = tokenizers[-1] if tokenizers else "their tokenizer's directory"
     return (
-        f"`data.tokenizer: byte`: {whose}, and ids 0 to 255 mean bytes here and most likely other tokens to them; "
-        "tokenizers from files are not built yet, so text in and out is not what these weights were trained on"
+        f"`data.tokenizer: byte`: {whose}, and ids 0 to 255 mean bytes here and most likely other tokens to them, so "
+        f"text in and out is not what these weights were trained on; use data.tokenizer={own}"
     )

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from shardweave.launcher.data.tokenizer import ByteTokenizer, tokenizer
+from shardweave.launcher.data.tokenizer import Tokenizer
 from shardweave.launcher.describe import fail
 from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.sampling import Sampling
 from shardweave.launcher.shape import transformer_config
+from shardweave.launcher.words import tokenizer_of
 from shardweave.models import Transformer
 from shardweave.models import generate as sample
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors
@@ -30,7 +31,7 @@ def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int
     try:
         run, checkpoint = located(path)
         config = load_config(run / "config.yaml")
-        words = tokenizer(config.data.tokenizer)
+        words = tokenizer_of(config)
         texts = encoded(words, prompts)
         model = load_model(run, checkpoint)
     except CheckpointError as error:
@@ -52,7 +53,7 @@ def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int
     return 0
 
 
-def encoded(words: ByteTokenizer, prompts: Sequence[str]) -> list[list[int]]:
+def encoded(words: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """The prompts' tokens.
 
     Raises:

@@ -50,12 +50,12 @@ def _generate(
 ) -> int:
     from dataclasses import asdict
 
-    from shardweave.launcher.data.tokenizer import tokenizer
     from shardweave.launcher.foreign_tokens import foreign_tokens
     from shardweave.launcher.generate import encoded, located, others
     from shardweave.launcher.layout import check_fit, layout_of
     from shardweave.launcher.reading import read_config
     from shardweave.launcher.shape import transformer_config
+    from shardweave.launcher.words import tokenizer_of
     from shardweave.pipeline import RULES
 
     run, checkpoint = located(path)
@@ -68,7 +68,7 @@ def _generate(
     config = loaded.config
     if foreign := foreign_tokens(config, run):
         print(f"warning: {foreign}", file=sys.stderr)
-    words, layout = tokenizer(config.data.tokenizer), layout_of(config)
+    words, layout = tokenizer_of(config), layout_of(config)
     check_fit(config, layout, transformer_config(config))
     least = RULES[config.parallel.schedule].least(
         layout.pipeline

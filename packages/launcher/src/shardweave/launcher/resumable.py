@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from shardweave.launcher.changes import changed_settings
 from shardweave.launcher.config import Config
-from shardweave.launcher.problems import ConfigError, Problem
+from shardweave.launcher.problems import ConfigError, Problem, quoted
 from shardweave.launcher.shape import resolved
+from shardweave.launcher.words import tokenizer_of
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_manifest
 from shardweave.zero.checkpoint.folder import step_of
 
@@ -90,6 +91,15 @@ def changes_since(config: Config, path: Path, values: RunValues) -> list[str]:
     ConfigError: it is of another model or optimizer.
     """
     not_here, told = changed_settings(values.config, plain_settings(config))
+    if values.data.get("tokenizer", "byte") not in (
+        "",
+        tokenizer_of(config).fingerprint,
+    ):  # an import has seen no text
+        there = values.config.get("data", {}).get("tokenizer")
+        not_here = (
+            *not_here,
+            f"`data.tokenizer: {quoted(config.data.tokenizer)}` makes other tokens than {there} there",
+        )
     if not_here:
         raise refused(
             f"{path} is a checkpoint of another model or optimizer: {', '.join(not_here)}; use another run.name, or "

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardweave.launcher.config import Config, RecomputeEvery
-from shardweave.launcher.problems import Problem, quoted
+from shardweave.launcher.problems import ConfigError, Problem, quoted
 from shardweave.launcher.strict_yaml import Path, path_text
+from shardweave.launcher.words import tokenizer_of
 
 __all__ = ["contradictions", "idle"]
 
@@ -178,11 +179,22 @@ def contradictions(config: Config) -> Iterator[Problem]:
             f"{_setting(config, 'optimizer', 'min_lr')} is above {_setting(config, 'optimizer', 'lr')}, and the "
             "learning rate falls from lr to min_lr; lower min_lr or use optimizer.schedule=constant",
         )
-    if config.model.vocab != "auto" and config.data.tokenizer == "byte" and config.model.vocab < 256:
+    yield from _words(config)
+
+
+def _words(config: Config) -> Iterator[Problem]:
+    """A vocabulary that lacks some of the tokens. One whose files are gone is not missed before text is read."""
+    if config.model.vocab == "auto":
+        return
+    try:
+        tokens = tokenizer_of(config).vocab
+    except ConfigError:
+        return
+    if config.model.vocab < tokens:
+        whose = "the byte tokenizer" if config.data.tokenizer == "byte" else config.data.tokenizer
         yield Problem(
             ("model", "vocab"),
-            f"{_setting(config, 'model', 'vocab')} is less than the byte tokenizer's 256 tokens; "
-            "use model.vocab=auto",
+            f"{_setting(config, 'model', 'vocab')} is less than {whose}'s {tokens} tokens; use model.vocab=auto",
         )
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from shardweave.launcher.config import Config, Model
-from shardweave.launcher.data.tokenizer import tokenizer
 from shardweave.launcher.problems import ConfigError, Problem, alternatives, divisors
+from shardweave.launcher.words import tokenizer_of
 from shardweave.models import FlopCount, Recompute, TransformerConfig, check_preset_sizes, flops, preset
 from shardweave.tensor_parallel import RotaryScaling
 
@@ -59,11 +59,12 @@ def transformer_config(config: Config) -> TransformerConfig:
     """The shape of the model that `config` describes.
 
     Raises:
-        ConfigError: for a shape that cannot be built; the text names the setting, the rule and the way out.
+        ConfigError: for a shape that cannot be built, or a tokenizer that cannot be opened; the text names the
+            setting, the rule and the way out.
     """
     block = config.model
     values: dict[str, Any] = {key: getattr(block, key) for key in _SHARED} | {
-        "vocab": tokenizer(config.data.tokenizer).vocab if block.vocab == "auto" else block.vocab,
+        "vocab": tokenizer_of(config).vocab if block.vocab == "auto" else block.vocab,
         "router_z_loss": block.z_loss,
         "router_bias": block.router_bias > 0,
     }

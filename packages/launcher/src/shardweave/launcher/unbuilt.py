@@ -37,7 +37,6 @@ def _not(*built: object) -> Callable[[Any], bool]:
 
 table: tuple[Row, ...] = (
     Row(("data", "source"), lambda value: isinstance(value, list), "a blend of corpora", "one path or glob"),
-    Row(("data", "tokenizer"), _not("byte"), "any tokenizer but the byte tokenizer", "data.tokenizer=byte"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
     Row(
         ("guard", "nonfinite"),

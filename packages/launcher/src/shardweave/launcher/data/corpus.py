@@ -17,12 +17,13 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.launcher.data.errors import DataError
-from shardweave.launcher.data.tokenizer import ByteTokenizer
+from shardweave.launcher.data.tokenizer import Tokenizer
 from shardweave.launcher.data.tokens import ArrayTokens
 
 __all__ = ["open_corpus"]
@@ -32,7 +33,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def open_corpus(source: str, words: ByteTokenizer) -> ArrayTokens:
+def open_corpus(source: str, words: Tokenizer) -> ArrayTokens:
     """Reads the text of a source: ``builtin``, a file, a directory or a glob.
 
     Raises:
@@ -46,11 +47,12 @@ def open_corpus(source: str, words: ByteTokenizer) -> ArrayTokens:
     return tokens
 
 
-def _closed(documents: Iterator[bytes], words: ByteTokenizer) -> Iterator[NDArray[np.uint8]]:
+def _closed(documents: Iterator[bytes], words: Tokenizer) -> Iterator[NDArray[Any]]:
     """Each document's tokens with the end-of-text token behind them; empty documents have none."""
     for document in documents:
         if document:
-            yield np.append(words.encode(document), np.uint8(words.end_of_text))
+            tokens = words.encode(document.decode("utf-8", "surrogateescape"))
+            yield np.append(tokens, tokens.dtype.type(words.end_of_text))
 
 
 def _builtin() -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DataError"]
+__all__ = ["DataError", "EndOfTextError"]
 
 
 class DataError(ValueError):
@@ -10,3 +10,7 @@ class DataError(ValueError):
 
     It stands without the name of a setting: whoever knows which one was read puts it in front.
     """
+
+
+class EndOfTextError(DataError):
+    """No token closes documents, or the one that was named does not exist."""
