@@ -13,6 +13,7 @@ flops                   :func:`flops`: operations of a step; :class:`FlopCount`
 memory                  :func:`memory`: bytes of one rank by kind; :class:`MemoryUse`
 recompute               :class:`Recompute`: what the backward pass computes again instead of keeping it
 routers                 :class:`StepRouters`: losses of mixtures of experts, and what their routers did
+statistics              :func:`watch`: what the parts put out, while somebody watches
 generate                :func:`generate`: continue a text; :func:`continue_texts` with a forward pass of one's own
 cache                   :func:`make_cache`: keys and values of the tokens before; :func:`cache_bytes`
 ======================  =====================================================================================
@@ -44,6 +45,7 @@ from .presets import PRESETS, check_preset_sizes, preset
 from .recompute import OPERATIONS, Recompute
 from .routers import MicroBatchRouters, RouterStatistics, StepRouters
 from .shapes import ParameterShape, count_parameters, local_shape, parameter_shapes
+from .statistics import Watched, watch, watched_parts
 from .transformer import Transformer
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "TextWindow",
     "Transformer",
     "TransformerConfig",
+    "Watched",
     "__version__",
     "cache_bytes",
     "check_preset_sizes",
@@ -93,4 +96,6 @@ __all__ = [
     "parts_from_ranges",
     "preset",
     "to_huggingface",
+    "watch",
+    "watched_parts",
 ]

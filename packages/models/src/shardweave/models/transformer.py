@@ -61,6 +61,7 @@ from .parts import Part
 from .recompute import Recompute, RecomputeValue
 from .routers import MicroBatchRouters, RouterStatistics, routers_of_pass
 from .sequence import SequenceCut
+from .statistics import Watched
 
 __all__ = ["Transformer"]
 
@@ -143,6 +144,8 @@ class Transformer(nn.Module):
             )
         self._expert, self._expert_data = expert, expert_data
         self._head_z = HeadZLoss()
+        self.watched: Watched | None = None
+        """Whom passes tell what their parts put out; see :func:`.watch`."""
         self._build(dtype, context_form)
         mark_partial((p for p in self.parameters() if not _summed_over(p, self.context)), self.context)
         name_parameters(self)
@@ -310,9 +313,11 @@ class Transformer(nn.Module):
             for layer, block in zip(self.part.layers, self.layers.values(), strict=True):
                 kept = None if cache is None else cache.layers[layer]
                 x = self.recompute.run(block, layer, x, masks, documents, routers, kept)
+                self._note(f"layers.{layer}", x)
         if not self.part.head:
             return x
         x = self.norm(x[-1:] if last_only else x)
+        self._note("norm", x)
         return x if self.chunked_loss else self._head(x)
 
     def loss(self, output: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
@@ -402,6 +407,11 @@ class Transformer(nn.Module):
             router = cast(MixtureOfExperts, block.mlp).router
             router.move_bias(statistics.counts[layer].to(router.weight.device), rate)
 
+    def _note(self, name: str, x: Tensor) -> None:
+        """Tells who watches, if somebody does, what a part puts out, of the tokens that this rank counts."""
+        if self.watched is not None and (self.axis.is_first or self.sequence_parallel):
+            self.watched.note(name, x)
+
     def _measure(self, x: Tensor, cache: Cache | None) -> tuple[int, int]:
         """Length of the whole sequence and batch size of ``x``, checked; with a cache, of what is new of it."""
         if self.part.embedding:
@@ -487,14 +497,18 @@ class Transformer(nn.Module):
         before = 0 if cache is None else cache.embedded
         own = cut_context(tokens, self.context, 1)
         x: Tensor = self.embedding(own.t())  # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
+        self._note("embedding", x)
         if self.config.position == "learned" and documents is not None:
             x = self.position(x, positions=document_positions(documents).t()[local])
         elif self.config.position == "learned" and self.context.size > 1:
             x = self.position(x, positions=local)
         elif self.config.position == "learned":
             x = self.position(x, before + self.cut.shared.rank * len(local))
+        if self.config.position == "learned":
+            self._note("position", x)
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
+            self._note("embedding_norm", x)
         if cache is not None:
             cache.embedded += len(local)
         return masks.drop(x, 0, "embedding")
