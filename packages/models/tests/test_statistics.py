@@ -106,7 +106,7 @@ def test_every_layout_sees_what_one_process_sees() -> None:
     for config in (LEARNED, FAMILIES["llama"]):
         right = whole_outputs(build(config), batch_of(config)[0])
         for sizes, options in layouts:
-            mesh = Mesh(**sizes)
+            mesh = Mesh.of(sizes)
             if config.num_kv_heads % mesh.tp.size and mesh.tp.size % config.num_kv_heads:
                 continue
             model = build(config, tensor=mesh.tp, context=mesh.cp, **options)

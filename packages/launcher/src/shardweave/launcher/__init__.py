@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardweave.launcher.layout import BatchPlan, Layout, batch_plan, layout_of
     from shardweave.launcher.problems import ConfigError
     from shardweave.launcher.reading import load_config
+    from shardweave.launcher.statistics import StepStatistics
     from shardweave.launcher.trainer import Record, StepResult, Trainer, train_in_process
     from shardweave.launcher.verify.difference import Difference
     from shardweave.launcher.verify.layout import verify_layout
@@ -39,6 +40,7 @@ __all__ = [
     "Record",
     "Report",
     "StepResult",
+    "StepStatistics",
     "Trainer",
     "__version__",
     "batch_plan",
@@ -58,6 +60,7 @@ _HOME = {
     "Record": "trainer",
     "Report": "verify.report",
     "StepResult": "trainer",
+    "StepStatistics": "statistics",
     "Trainer": "trainer",
     "batch_plan": "layout",
     "layout_of": "layout",

@@ -419,6 +419,9 @@ class Metrics(_Block):
     """Whether TensorBoard files are written, too."""
     console: Literal["auto", "bar", "lines", "none"] = "auto"
     """``auto``: a progress bar in a terminal, else one line per ``run.log_every`` steps."""
+    statistics: Natural = 0
+    """In every so many-th step metrics.jsonl has what each parameter's gradient and each part's output look like: root
+    mean square, largest value, zeros. 0: never, and then nothing is spent on it."""
 
 
 class Config(_Block):

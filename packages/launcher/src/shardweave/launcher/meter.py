@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ class Meter:
             extra=self._extra(result, crossed),
         )
 
-    def _extra(self, result: StepResult, crossed: float) -> dict[str, float]:
+    def _extra(self, result: StepResult, crossed: float) -> dict[str, Any]:
         """What only some runs have."""
         scale = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
         several = self._trainer.mesh.topology.num_nodes > 1
@@ -93,6 +94,7 @@ class Meter:
             **({} if result.head_z_loss is None else {"head_z_loss": result.head_z_loss}),
             **({} if result.routers is None else _of_routers(result.routers)),
             **({"network_bytes": int(crossed)} if several else {}),
+            **({} if result.statistics is None else {"statistics": result.statistics.record()}),
         }
 
 

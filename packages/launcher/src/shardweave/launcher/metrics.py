@@ -53,7 +53,7 @@ class StepMetrics:
     """Peak of the worst rank: device memory allocated, or resident memory on a CPU."""
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
-    extra: Mapping[str, float]
+    extra: Mapping[str, Any]
     """Further keys: with fp16 the ``loss_scale`` of the step; over several nodes ``network_bytes``, which the worst
     rank sent to other nodes; with ``model.head_z_loss`` the ``head_z_loss``, mean over the tokens, without its weight;
     with experts
@@ -63,6 +63,9 @@ class StepMetrics:
     ``z_loss``            mean over its tokens and the layers, likewise
     ``expert_load``       tokens of the busiest expert of any layer, as a multiple of the mean
     ``dropped_share``     of all choices, those for which an expert had no room
+
+    and in the steps that `metrics.statistics` asks for ``statistics``: under ``gradients`` each parameter's ``rms``,
+    ``max`` and share of ``zeros``, under ``activations`` each part's ``rms`` and ``max``.
     """
 
     def record(self) -> dict[str, Any]:
@@ -74,11 +77,13 @@ class StepMetrics:
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
     return value
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n"
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
 
 
 class MetricsFile:

@@ -32,6 +32,7 @@ from shardweave.launcher.data.dataset import IGNORED, Batches, BatchSource, Data
 from shardweave.launcher.data.order import SampleOrder
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.learning_rate import learning_rate
+from shardweave.launcher.statistics import StepStatistics, is_due, step_statistics, watching
 from shardweave.models import MicroBatchRouters, RouterStatistics, StepRouters, parameter_shapes
 
 __all__ = ["Record", "StepResult", "Trainer", "recorded", "train_in_process"]
@@ -61,6 +62,8 @@ class StepResult:
     head_z_loss: float | None = None
     """With `model.head_z_loss`: the mean of `logsumexp(logits)^2` over the valid tokens, without its weight; `loss` is
     without it."""
+    statistics: StepStatistics | None = None
+    """What gradients and activations looked like, in a step of which `metrics.statistics` asks it."""
 
 
 class Trainer:
@@ -117,12 +120,14 @@ class Trainer:
             group["lr"] = rate
         loss_scale = parts.optimizer.loss_scale  # 1 without
         routers = self._routers(loss_scale)
-        total = parts.pipeline.step(  # [3]
-            [batch.inputs for batch in micro_batches],
-            [batch.targets for batch in micro_batches],
-            scale=loss_scale / max(tokens, 1),
-            arguments=self._arguments(micro_batches, routers),
-        )
+        with watching(parts, wanted=is_due(self.step + 1, self.config.metrics.statistics)) as watched:
+            total = parts.pipeline.step(  # [3]
+                [batch.inputs for batch in micro_batches],
+                [batch.targets for batch in micro_batches],
+                scale=loss_scale / max(tokens, 1),
+                arguments=self._arguments(micro_batches, routers),
+            )
+        statistics = step_statistics(parts, watched, self.mesh.world)
         parts.optimizer.step()  # [4]
         parts.optimizer.zero_grad()
         self.step += 1
@@ -142,6 +147,7 @@ class Trainer:
             backed_off=parts.optimizer.step_backed_off,
             routers=seen,
             head_z_loss=self._head_z_loss(tokens),
+            statistics=statistics,
         )
 
     def evaluate(self) -> float | None:
