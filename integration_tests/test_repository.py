@@ -22,8 +22,9 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 # Where the name of a distribution and of what one imports from it differ.
 DISTRIBUTION_OF = {"yaml": "pyyaml"}
 
-# A plugin module is imported by its host only, so that what it imports is an extra, not a requirement.
-PLUGINS = {"comm": {"pytest"}}
+# A plugin module is imported by its host only, and a format that few people use by who reads it: what these import is
+# an extra, not a requirement.
+PLUGINS = {"comm": {"pytest"}, "launcher": {"pyarrow"}}
 
 each_package = pytest.mark.parametrize("package", PACKAGES)
 

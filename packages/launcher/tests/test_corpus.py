@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a")
     assert "is neither .txt" in _error(tmp_path / "x.csv")
     (tmp_path / "hollow").mkdir()
-    assert "has no .txt and no .jsonl file" in _error(tmp_path / "hollow")
+    assert "has no .txt, .jsonl or .parquet file" in _error(tmp_path / "hollow")
 
 
 def test_odd_files(tmp_path: Path) -> None:

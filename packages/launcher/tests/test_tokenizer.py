@@ -65,6 +65,18 @@ def test_an_ending_that_is_no_special_token_is_made_one(tmp_path: Path) -> None:
     assert words.token_bytes[words.end_of_text] == 0
 
 
+def test_an_ending_that_was_never_declared_is_no_piece_of_texts(tmp_path: Path) -> None:
+    made = byte_level(["zz " * 9, "an "], special=())
+    assert made.encode("zz").ids == [made.token_to_id("zz")]
+    words = _opened(made, tmp_path, "zz")
+    assert words.end_of_text == made.token_to_id("zz")
+    assert words.decode(words.encode("zz a").tolist()) == "zz a"
+    assert words.end_of_text not in words.encode("zz a")
+    for piece in ("a", "\u0120"):
+        with pytest.raises(EndOfTextError, match=r"is a piece of texts in .*; name a special token"):
+            open_tokenizer(str(tmp_path), piece)
+
+
 def test_what_is_not_for_a_corpus_is_left_out(tmp_path: Path) -> None:
     """Files of published models cut texts to their length and put tokens around them."""
     made = byte_level()
@@ -127,7 +139,8 @@ def test_files_say_which_token_ends_a_document(tmp_path: Path) -> None:
     assert made.id_to_token(open_tokenizer(str(file)).end_of_text) == "a2"  # its neighbours are asked
     assert made.id_to_token(open_tokenizer(str(file), "a4").end_of_text) == "a4"
     assert made.id_to_token(open_tokenizer(str(file), 0).end_of_text) == "a1"
-    assert open_tokenizer(str(file), "298").end_of_text == 298
+    number = next(number for number in range(260, 300) if str(made.id_to_token(number)).isascii())
+    assert open_tokenizer(str(file), str(number)).end_of_text == number
     lone = file.rename(tmp_path / "lone.json")
     with pytest.raises(EndOfTextError, match=r"nothing beside .*lone.json says .* none of <\|endoftext\|>"):
         open_tokenizer(str(lone))

@@ -23,7 +23,7 @@ def open_dataset(config: Config, sequence: int) -> Dataset:
         raise _problem(f"data.source is a list of {len(source)}; give one path or glob")
     words = tokenizer_of(config)
     try:
-        tokens = open_corpus(source, words)
+        tokens = open_corpus(source, words, config.data.field)
         return Dataset.cut(tokens, sequence, config.data.validation)
     except DataError as error:
         raise _problem(f"data.source: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DataError", "EndOfTextError"]
+__all__ = ["BuildError", "DataError", "DiskError", "EndOfTextError"]
 
 
 class DataError(ValueError):
@@ -14,3 +14,11 @@ class DataError(ValueError):
 
 class EndOfTextError(DataError):
     """No token closes documents, or the one that was named does not exist."""
+
+
+class DiskError(DataError):
+    """The file system refuses what is written: it is full, or read-only. No mistake in the data."""
+
+
+class BuildError(RuntimeError):
+    """A process that builds files has died: killed, or by a defect of ours."""

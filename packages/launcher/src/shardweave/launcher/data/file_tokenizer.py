@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from shardweave.launcher.data.end_of_text import find_end_of_text
-from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.errors import DataError, EndOfTextError
 from shardweave.launcher.data.token_bytes import byte_level, token_bytes
 from shardweave.launcher.data.tokenizer import AUTO
 
@@ -109,13 +109,23 @@ def read_tokenizer(name: str, end_of_text: str | int = AUTO) -> FileTokenizer:
     closing = find_end_of_text(None if end_of_text == AUTO else end_of_text, names, folder, name)
     library.encode_special_tokens = True
     added = library.get_added_tokens_decoder()
-    if closing in added and not added[closing].special:  # then it would be found in texts after all
-        library.add_special_tokens([AddedToken(added[closing].content, special=True, normalized=False)])
-    special = {token: how.content for token, how in added.items() if how.special or token == closing}
+    if closing not in added or not added[closing].special:  # then it would be found in texts
+        ending = str(library.id_to_token(closing))
+        library.add_special_tokens([AddedToken(ending, special=True, normalized=False)])
+        added = library.get_added_tokens_decoder()
+    special = {token: how.content for token, how in added.items() if how.special}
+    spelled = _spelled(library, definition, special)
+    if spelled.get(closing) == () or (closing in spelled and not special[closing].isascii()):
+        raise EndOfTextError(f"{special[closing]!r} is a piece of texts in {name}; name a special token")
     return FileTokenizer(
-        name, _fingerprint(definition, closing), max(names.values()) + 1, closing, library, definition,
-        _spelled(library, definition, special),
-    )  # fmt: skip
+        name,
+        _fingerprint(definition, closing),
+        max(names.values()) + 1,
+        closing,
+        library,
+        definition,
+        spelled,
+    )
 
 
 def _definition(name: str) -> tuple[dict[str, Any], Path | None]:
