@@ -55,7 +55,7 @@ MODEL = {
 
 def trainer_of(layout: Layout, mesh: Mesh, **settings: Any) -> Trainer:
     tokens = np.random.default_rng(7).integers(1, 256, 8 * 60 + 1).astype(np.uint8)
-    dataset = Dataset(tokens, 8, 60, 0, "numbers")
+    dataset = Dataset.of_tokens(tokens, 8)
     micro = 12 // (layout.data * (3 if layout.pipeline > 1 else 1))  # another one for each layout
     config = small_run(layout, **{**MODEL, "batch__micro": micro, **settings})
     return Trainer(config, mesh, dataset=dataset)

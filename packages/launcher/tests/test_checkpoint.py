@@ -43,7 +43,7 @@ def _config(*overrides: str) -> Config:
 
 def _dataset() -> Dataset:
     tokens = np.random.default_rng(5).integers(1, 256, 8 * 40 + 1).astype(np.uint8)
-    return Dataset(tokens, 8, 40, 0, "fingerprint")
+    return Dataset.of_tokens(tokens, 8)
 
 
 def _quiet(text: str) -> None:
@@ -273,7 +273,7 @@ def test_a_new_run_has_nothing_to_resume(tmp_path: Path) -> None:
 def test_other_data_is_allowed_and_said(tmp_path: Path) -> None:
     _saved(tmp_path)
     said: list[str] = []
-    other = Dataset(_dataset().tokens, 8, 40, 0, "another text")
+    other = Dataset.of_tokens(np.arange(8 * 40 + 1, dtype=np.uint8) % 100, 8)
     resume(Trainer(_config("run.seed=9"), Mesh(), dataset=other), tmp_path, said.append)
     assert said == [
         "warning: changed since step-00000001: `run.seed: 9` (there: 1234): samples come in another order from here on",

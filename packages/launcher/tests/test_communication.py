@@ -51,7 +51,7 @@ def _config(*overrides: str) -> Config:
 
 def _dataset() -> Dataset:
     tokens = np.random.default_rng(5).integers(97, 105, 8 * 40 + 1).astype(np.uint8)
-    return Dataset(tokens, 8, 40, 0)
+    return Dataset.of_tokens(tokens, 8)
 
 
 @pytest.mark.parametrize(

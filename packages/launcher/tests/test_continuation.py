@@ -33,7 +33,7 @@ Seen = list[tuple[list[int], float, float, int]]
 
 def build(mesh: Mesh) -> Trainer:
     tokens = np.random.default_rng(5).integers(1, 256, 8 * 10 + 1).astype(np.uint8)
-    return Trainer(load_config(None, SETTINGS), mesh, dataset=Dataset(tokens, 8, 10, 0, "ten samples"))
+    return Trainer(load_config(None, SETTINGS), mesh, dataset=Dataset.of_tokens(tokens, 8))
 
 
 def watched(folder: str, sizes: Sequence[dict[str, int]], stops: Sequence[int], total: int) -> Seen:

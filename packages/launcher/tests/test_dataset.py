@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from shardweave.launcher.data.dataset import IGNORED, Batches, Dataset
+from shardweave.launcher.data.batches import Batches
+from shardweave.launcher.data.blend import BlendOrder
+from shardweave.launcher.data.dataset import IGNORED, Dataset
 from shardweave.launcher.data.errors import DataError
-from shardweave.launcher.data.order import SampleOrder
 from shardweave.launcher.data.tokens import ArrayTokens
 from shardweave.launcher.evaluation import evaluation_batches
-from shardweave.launcher.layout import BatchPlan
 
 
 def _dataset(tokens: int, sequence: int, validation: float = 0.0) -> Dataset:
@@ -48,13 +49,14 @@ def test_b112_a_split_that_rounds_to_nothing_is_no_validation() -> None:
     assert _dataset(5, 4, 0.99).num_train == 1
 
 
-def _step(data: int, micro: int, step: int) -> list[np.ndarray]:
-    plan = BatchPlan(global_batch=8, micro=micro, accumulation=8 // (data * micro), data=data)
+def _batches(dataset: Dataset, seed: int, **sizes: Any) -> Batches:
+    return Batches(dataset=dataset, order=BlendOrder(dataset.sources, seed), **sizes)
+
+
+def _step(replicas: int, micro: int, step: int) -> list[np.ndarray]:
+    sizes = {"global_batch": 8, "micro": micro, "replicas": replicas}
     dataset = _dataset(401, 4)
-    return [
-        Batches(dataset, SampleOrder(dataset.num_train, 3), plan, rank).samples(8 * step)
-        for rank in range(data)
-    ]
+    return [_batches(dataset, 3, **sizes, replica=rank).samples(8 * step) for rank in range(replicas)]
 
 
 def test_b107_the_union_over_data_ranks_does_not_depend_on_their_number() -> None:
@@ -68,10 +70,9 @@ def test_b107_the_union_over_data_ranks_does_not_depend_on_their_number() -> Non
 
 def test_an_epoch_trains_on_every_sample_once() -> None:
     dataset = _dataset(401, 4)
-    plan = BatchPlan(global_batch=10, micro=5, accumulation=1, data=2)
     seen: list[int] = []
     for rank in range(2):
-        batches = Batches(dataset, SampleOrder(dataset.num_train, 0), plan, rank)
+        batches = _batches(dataset, 0, global_batch=10, micro=5, replicas=2, replica=rank)
         for step in range(10):
             (batch,) = batches.at(10 * step)
             seen += batch.samples.tolist()

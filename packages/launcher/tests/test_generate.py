@@ -26,7 +26,7 @@ def _run(path: Path, *overrides: str) -> Trainer:
     path.mkdir()
     (path / "config.yaml").write_text(config_text(resolved(config, data=1)))
     tokens = np.random.default_rng(5).integers(1, 256, 8 * 40 + 1).astype(np.uint8)
-    trainer = Trainer(config, Mesh(), dataset=Dataset(tokens, 8, 40, 0))
+    trainer = Trainer(config, Mesh(), dataset=Dataset.of_tokens(tokens, 8))
     for _ in range(2):
         trainer.train_step()
         save(trainer, path / "checkpoints", keep=2)

@@ -11,7 +11,7 @@ from shardweave.launcher.overview import Overview
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 
-DATASET = Dataset(np.zeros(8 * 40 + 1, np.uint8), 8, 40, 0, "zeros")
+DATASET = Dataset.of_tokens(np.zeros(8 * 40 + 1, np.uint8), 8)
 
 
 def overview_of(*overrides: str) -> Overview:

@@ -43,7 +43,7 @@ def _config(*overrides: str) -> Config:
 
 def _dataset(samples: int = 40, validation: int = 0) -> Dataset:
     tokens = np.random.default_rng(5).integers(1, 256, 8 * samples + 1).astype(np.uint8)
-    return Dataset(tokens, 8, samples - validation, validation)
+    return Dataset.of_tokens(tokens, 8, validation / samples)
 
 
 def _same(record: Record, reference: Record) -> None:

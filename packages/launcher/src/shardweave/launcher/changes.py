@@ -69,7 +69,13 @@ TABLE: tuple[Row, ...] = (
         "model.router_bias", Kind.TOLD, "", _either("model.router_bias", 0.0)
     ),  # the biases are there, or not
     Row("data", Kind.TOLD, "other samples from here on"),
-    Row("data.source", Kind.FREE),  # its text is compared, not where it lies
+    Row("data.source", Kind.FREE),  # texts and weights are compared (`data.position`), not where they lie
+    Row(
+        "data.validation_source",
+        Kind.TOLD,
+        "evaluations are of another text, and training of the rest, from here on",
+    ),
+    Row("data.separate_documents", Kind.TOLD, "documents of a sample see each other, or not, from here on"),
     Row("data.tokenizer", Kind.FREE),  # what it does is compared, not where it lies
     Row("data.end_of_text", Kind.FREE),  # with the tokenizer
     Row("data.field", Kind.FREE),

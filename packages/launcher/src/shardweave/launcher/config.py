@@ -207,15 +207,15 @@ class WeightedSource(_Block):
 
     source: Text
     """``builtin``, a path or a glob."""
-    weight: Positive = 1.0
-    """Share of the samples, relative to the other sources' weights."""
+    weight: NotNegative = 1.0
+    """Share of the samples, relative to the other sources' weights; 0: none for now, and the source is not opened."""
 
 
 class Data(_Block):
     """The text."""
 
     source: Text | Annotated[tuple[WeightedSource, ...], BeforeValidator(_tuple)] = "builtin"
-    """``builtin`` (Python's own standard library), a file, a directory, a glob, or a list with weights."""
+    """``builtin`` (Python's own standard library), a file, a directory, a glob, or a list of ``{source, weight}``."""
     tokenizer: Text = "byte"
     """``byte``: 256 tokens, one per byte; or a ``tokenizer.json`` of Hugging Face's, or a directory with it or with
     GPT-2's vocab.json and merges.txt."""
@@ -224,7 +224,13 @@ class Data(_Block):
     field: Text = "text"
     """Where the text is in a line of a ``.jsonl`` file or a row of a ``.parquet`` file."""
     validation: Fraction = 0.05
-    """Share of the samples, at the end of the corpus, that are never trained on."""
+    """Share of the tokens that are never trained on: the last documents that together hold at most as much. A corpus of
+    one document is cut inside it."""
+    validation_source: Text | None = None
+    """Another corpus to evaluate on, in place of a share of ``source``."""
+    separate_documents: Flag = False
+    """Whether documents of one sample are kept apart: their tokens do not see each other, and none is to predict the
+    first one of the next document."""
 
 
 class Parallel(_Block):

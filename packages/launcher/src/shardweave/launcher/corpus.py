@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from shardweave.launcher.config import Config
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
+
+from shardweave.launcher.config import Config, WeightedSource
+from shardweave.launcher.data.blend import first_place
 from shardweave.launcher.data.corpus import open_corpus
-from shardweave.launcher.data.dataset import Dataset
+from shardweave.launcher.data.dataset import Corpus, Dataset, Source
 from shardweave.launcher.data.errors import DataError
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.words import tokenizer_of
@@ -15,19 +20,44 @@ __all__ = ["open_dataset"]
 def open_dataset(config: Config, sequence: int) -> Dataset:
     """The samples of ``sequence + 1`` tokens of `config.data`.
 
+    Every source is opened that may have a sample in this run; those with a weight too small for one are not touched.
+
     Raises:
         ConfigError: for a source that is not there, cannot be read, is not text, or has too little of it.
     """
+    data, words = config.data, tokenizer_of(config)
+
+    def corpus(name: str, validation: float) -> Corpus:
+        return Corpus(name, partial(open_corpus, name, words, data.field), sequence, validation)
+
+    share = data.validation if data.validation_source is None else 0.0
+    listed = _listed(config)
+    sources = tuple(
+        Source(corpus(one.source, share), Fraction(str(one.weight)), number)
+        for number, one in enumerate(listed)
+    )
+    evaluated = None if data.validation_source is None else corpus(data.validation_source, 0.0)
+    for number in _due(config, [source.weight for source in sources]):
+        _open(sources[number].corpus, ("data", "source"))
+    if evaluated is not None:
+        _open(evaluated, ("data", "validation_source"))
+    return Dataset(sources, evaluated, data.separate_documents)
+
+
+def _listed(config: Config) -> Sequence[WeightedSource]:
     source = config.data.source
-    if not isinstance(source, str):
-        raise _problem(f"data.source is a list of {len(source)}; give one path or glob")
-    words = tokenizer_of(config)
+    return (WeightedSource(source=source),) if isinstance(source, str) else source
+
+
+def _due(config: Config, weights: Sequence[Fraction]) -> list[int]:
+    """The sources that may have a sample before the run ends."""
+    samples = config.run.steps * config.batch.global_
+    places = [first_place(weights, number) for number in range(len(weights))]
+    return [number for number, place in enumerate(places) if place is not None and place < samples]
+
+
+def _open(corpus: Corpus, path: tuple[str, str]) -> None:
     try:
-        tokens = open_corpus(source, words, config.data.field)
-        return Dataset.cut(tokens, sequence, config.data.validation)
+        corpus.spans  # noqa: B018 - opens it
     except DataError as error:
-        raise _problem(f"data.source: {error}") from None
-
-
-def _problem(text: str) -> ConfigError:
-    return ConfigError([Problem(("data", "source"), text)])
+        raise ConfigError([Problem(path, f"{'.'.join(path)}: {error}")]) from None

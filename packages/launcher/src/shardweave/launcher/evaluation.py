@@ -28,7 +28,7 @@ def evaluation_batches(dataset: Dataset, micro: int, replicas: int, replica: int
     """
     count = min(dataset.num_validation, EVALUATION_SAMPLES)
     spread = np.arange(count, dtype=np.int64) * dataset.num_validation // max(count, 1)
-    samples = dataset.num_train + spread
+    samples = dataset.validation_ids(spread)
     batches = [samples[first : first + micro] for first in range(0, count, micro)]
     mine = [dataset.micro_batch(batch) for batch in batches[replica::replicas]]
     if batches and len(mine) < len(batches[::replicas]):

@@ -105,10 +105,7 @@ class Overview:
         validation = (
             f"{data.num_validation:,} more for validation" if data.num_validation else "no validation"
         )
-        yield (
-            "data",
-            f"{config.data.source}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}",
-        )
+        yield "data", f"{_sources(data)}: {data.num_train:,} samples of {shape.sequence} tokens, {validation}"
         most, live = self.largest
         yield "memory", f"about {bytes_text(most.total)} on the fullest rank ({_kinds(most, live)})"
 
@@ -230,6 +227,18 @@ def _keeps_gradients_whole(config: Config, plan: BatchPlan) -> bool:
     holds them over its micro-batches, and with compression they are sent once."""
     told = config.zero.shard_between_micro_batches is False
     return config.zero.stage >= 2 and (told or plan.accumulation > 1 or config.comm.compression != "none")
+
+
+def _sources(data: Dataset) -> str:
+    """Their names; of several with the share of the samples, and of which there will be none."""
+    if len(data.sources) == 1:
+        return data.sources[0].corpus.name
+    total = sum(source.weight for source in data.sources)
+    texts = []
+    for source in data.sources:
+        unopened = "" if source.corpus.is_open else " (no sample in this run)"
+        texts.append(f"{source.corpus.name} {float(source.weight / total):.3g}{unopened}")
+    return " + ".join(texts)
 
 
 def _shape(shape: TransformerConfig) -> str:

@@ -70,9 +70,11 @@ class Prepared:
         if foreign := foreign_tokens(self.config, RunDirectory.of(self.config).path):
             texts = (*texts, foreign)
         data, share = self.overview.dataset, self.config.data.validation
-        if data.num_validation or not share:
+        if data.num_validation or not (share or self.config.data.validation_source):
             return texts
-        text = f"no validation: `data.validation: {share}` of {data.num_train} samples is less than one"
+        text = "no validation: `data.validation_source` has less than one sample"
+        if self.config.data.validation_source is None:
+            text = f"no validation: the last documents within `data.validation: {share}` hold less than one sample"
         return (*texts, text)
 
 

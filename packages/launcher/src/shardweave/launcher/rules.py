@@ -59,7 +59,12 @@ _NO_SHARDS = _when(
     lambda config: config.zero.stage == 0, "`zero.stage` is 0: every data rank keeps whole optimizer states"
 )
 _NO_VALIDATION = _when(
-    lambda config: config.data.validation == 0, "`data.validation` is 0: there are no samples to evaluate on"
+    lambda config: config.data.validation == 0 and config.data.validation_source is None,
+    "`data.validation` is 0: there are no samples to evaluate on",
+)
+_OTHER_VALIDATION = _when(
+    lambda config: config.data.validation_source is not None,
+    "`data.validation_source` is evaluated on instead",
 )
 _NEVER_SKIPS = _when(lambda config: config.guard.nonfinite != "skip", "`guard.nonfinite` does not skip steps")
 _NEVER_SAVES = _when(lambda config: config.checkpoint.every == 0, "`checkpoint.every` is 0")
@@ -100,6 +105,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("model", "balance_loss"), _DENSE),
     _Idle(("model", "z_loss"), _DENSE),
     _Idle(("model", "router_bias"), _DENSE),
+    _Idle(("data", "validation"), _OTHER_VALIDATION),
     _Idle(("parallel", "context_form"), _NO_CONTEXT),
     _Idle(("parallel", "expert"), _DENSE),
     _Idle(("parallel", "sequence"), _NO_TENSOR),
@@ -168,6 +174,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
             f"{_setting(config, 'recompute')} has no effect because {_setting(config, 'model', 'layers')} is less: "
             f"no block would be recomputed; use at most {config.model.layers}",
         )
+    yield from _blended(config)
     yield from _compiled(config)
     yield from _compressed(config)
     floor = config.optimizer.min_lr
@@ -195,6 +202,16 @@ def _words(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("model", "vocab"),
             f"{_setting(config, 'model', 'vocab')} is less than {whose}'s {tokens} tokens; use model.vocab=auto",
+        )
+
+
+def _blended(config: Config) -> Iterator[Problem]:
+    """A list of sources of which none has a weight."""
+    sources = config.data.source
+    if isinstance(sources, tuple) and not any(one.weight for one in sources):
+        what = "each has `weight: 0`" if sources else "it is empty"
+        yield Problem(
+            ("data", "source"), f"data.source names nothing to train on: {what}; give one source a weight"
         )
 
 

@@ -33,15 +33,20 @@ def check_same_data(trainer: Trainer) -> None:
     mesh, device = trainer.mesh, trainer.parts.device
     batches = trainer.batches.at(trainer.samples)
     ids = torch.cat([batch.samples for batch in batches])
-    tokens = [batch.inputs.numpy().tobytes() + batch.targets.numpy().tobytes() for batch in batches]
+    tokens = [
+        part.cpu().numpy().tobytes()
+        for batch in batches
+        for part in (batch.inputs, batch.targets, batch.documents)
+        if part is not None
+    ]
     corpus = _number((trainer.dataset.fingerprint if trainer.dataset else "").encode())
     mine = torch.tensor([[mesh.dp.rank, corpus, _number(*tokens), *ids.tolist()]], device=device)
     rows = all_gather(mine, mesh.world).tolist()
     strangers = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
     if strangers:
         raise RuntimeError(
-            f"ranks {strangers} read another text than rank 0 from data.source "
-            f"{trainer.config.data.source}: the files on their machines differ; copy them, or use a shared directory"
+            f"ranks {strangers} read another text than rank 0 from data.source {_names(trainer)}: the files on their "
+            "machines differ; copy them, or use a shared directory"
         )
     replicas: dict[int, list[int]] = {}
     for rank, (replica, *row) in enumerate(rows):
@@ -50,6 +55,11 @@ def check_same_data(trainer: Trainer) -> None:
                 f"rank {rank} has other samples for this step than the rest of replica {replica}"
             )
     samples = [sample for row in replicas.values() for sample in row[2:]]
-    distinct = trainer.dataset is None or len(samples) <= trainer.dataset.num_train
+    distinct = trainer.dataset is None or trainer.dataset.within_an_epoch(samples)
     if distinct and trainer.samples == 0 and len(set(samples)) < len(samples):
         raise RuntimeError(f"replicas share samples in this step: {sorted(samples)}")
+
+
+def _names(trainer: Trainer) -> str:
+    source = trainer.config.data.source
+    return source if isinstance(source, str) else ", ".join(one.source for one in source)

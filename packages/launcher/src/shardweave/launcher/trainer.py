@@ -28,8 +28,9 @@ from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_
 from shardweave.launcher.assembly import Assembly, assemble
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_dataset
-from shardweave.launcher.data.dataset import IGNORED, Batches, BatchSource, Dataset, MicroBatch
-from shardweave.launcher.data.order import SampleOrder
+from shardweave.launcher.data.batches import Batches, BatchSource
+from shardweave.launcher.data.blend import BlendOrder
+from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
 from shardweave.launcher.evaluation import evaluation_batches
 from shardweave.launcher.learning_rate import learning_rate
 from shardweave.launcher.statistics import StepStatistics, is_due, step_statistics, watching
@@ -103,8 +104,16 @@ class Trainer:
     def _ordered(self, dataset: Dataset | None) -> Batches:
         if dataset is None:
             raise ValueError("a trainer without batches of its own needs a dataset")
-        order = SampleOrder(dataset.num_train, self.config.run.seed)
-        return Batches(dataset, order, self.parts.plan, self.mesh.dp.rank)
+        seed, plan = self.config.run.seed, self.parts.plan
+        return Batches(
+            dataset=dataset,
+            order=BlendOrder(dataset.sources, seed),
+            global_batch=plan.global_batch,
+            micro=plan.micro,
+            replicas=plan.data,
+            replica=self.mesh.dp.rank,
+            seed=seed,
+        )
 
     def continue_from(self, step: int, samples: int) -> None:
         """Moves the step and the position in the data; parameters and optimizer state are restored elsewhere."""
@@ -113,7 +122,7 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One optimizer step over a global batch; the same result on every rank."""
         parts, settings = self.parts, self.config.optimizer
-        micro_batches = [_to(batch, parts.device) for batch in self.batches.at(self.samples)]  # [1]
+        micro_batches = [batch.to(parts.device) for batch in self.batches.at(self.samples)]  # [1]
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))  # [2]
         rate = learning_rate(self.step, self.config.run.steps, settings)
         for group in parts.optimizer.param_groups:
@@ -160,12 +169,13 @@ class Trainer:
         if self.dataset is None or self.dataset.num_validation == 0:
             return None
         mine = evaluation_batches(self.dataset, parts.plan.micro, self.mesh.dp.size, self.mesh.dp.rank)
-        micro_batches = [_to(batch, parts.device) for batch in mine]
+        micro_batches = [batch.to(parts.device) for batch in mine]
         parts.train(False)
         total = parts.pipeline.evaluate(
             [batch.inputs for batch in micro_batches],
             [batch.targets for batch in micro_batches],
             micro_batches=len(micro_batches),
+            arguments=[{"documents": batch.documents} for batch in micro_batches],
         )
         parts.train()
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))
@@ -229,11 +239,12 @@ class Trainer:
 
     def _arguments(
         self, micro_batches: Sequence[MicroBatch], routers: StepRouters | None
-    ) -> list[dict[str, DropoutStreams | MicroBatchRouters | None]]:
+    ) -> list[dict[str, DropoutStreams | MicroBatchRouters | Tensor | None]]:
         """Dropout masks are keyed by the samples they fall on: the same in every layout."""
         return [
             {
                 "streams": DropoutStreams(self.config.run.seed, self.step, batch.samples),
+                "documents": batch.documents,
                 "routers": None if routers is None else routers.micro_batch(),
             }
             for batch in micro_batches
@@ -291,7 +302,3 @@ def recorded(trainer: Trainer, steps: int) -> Record:
 
 def _valid(batch: MicroBatch) -> int:
     return int((batch.targets != IGNORED).sum())
-
-
-def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    return MicroBatch(batch.samples.to(device), batch.inputs.to(device), batch.targets.to(device))

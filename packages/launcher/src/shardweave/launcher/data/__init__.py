@@ -6,4 +6,65 @@ loop of one's own can use it by itself.
     files of text --- texts, tokenizer ---> tokens (in memory, or Megatron's .bin/.idx)
         --- split by document, cut into samples ---> dataset
         --- order: a pure function of (seed, epoch, index) ---> this data rank's micro-batches
+
+Names are imported when they are first used: what builds files of tokens has no use for torch, which takes seconds.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardweave.launcher.data.batches import Batches, BatchSource
+    from shardweave.launcher.data.blend import BlendOrder
+    from shardweave.launcher.data.corpus import open_corpus
+    from shardweave.launcher.data.dataset import IGNORED, Corpus, Dataset, MicroBatch, Source
+    from shardweave.launcher.data.errors import DataError
+    from shardweave.launcher.data.order import SampleOrder
+    from shardweave.launcher.data.tokenizer import Tokenizer, open_tokenizer
+    from shardweave.launcher.data.tokens import ArrayTokens, Tokens
+
+__all__ = [
+    "IGNORED",
+    "ArrayTokens",
+    "BatchSource",
+    "Batches",
+    "BlendOrder",
+    "Corpus",
+    "DataError",
+    "Dataset",
+    "MicroBatch",
+    "SampleOrder",
+    "Source",
+    "Tokenizer",
+    "Tokens",
+    "open_corpus",
+    "open_tokenizer",
+]
+
+_HOME = {
+    "ArrayTokens": "tokens",
+    "BatchSource": "batches",
+    "Batches": "batches",
+    "BlendOrder": "blend",
+    "DataError": "errors",
+    "SampleOrder": "order",
+    "Tokenizer": "tokenizer",
+    "Tokens": "tokens",
+    "open_corpus": "corpus",
+    "open_tokenizer": "tokenizer",
+}
+"""The modules of names; of the others: ``dataset``."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'dataset')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,13 +14,14 @@ checkpoint, every rank of every layout knows all of it, and a longer run begins 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.comm import named_seed
 
-__all__ = ["SampleOrder", "permute"]
+__all__ = ["Order", "SampleOrder", "Visits", "permute"]
 
 _ROUNDS = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -58,20 +59,43 @@ def permute(index: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64
     return found.astype(np.int64)
 
 
+class Order(Protocol):
+    """Which samples are visited when."""
+
+    def visits(self, first: int, count: int) -> Visits:
+        """Visits number `first` to ``first + count - 1`` of a run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """Some samples in the order in which they are visited."""
+
+    samples: NDArray[np.int64]
+    """``[count]``."""
+    epochs: NDArray[np.int64]
+    """How often each was visited before, int64 ``[count]``: no pair of sample and epoch comes twice."""
+
+
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of `length` samples under a seed."""
+    """The order of `length` samples under a seed; `source`: which of several sources they are of."""
 
     length: int
     seed: int
+    source: int = 0
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
         """Samples number `first` to ``first + count - 1`` of the run, perhaps of several epochs: int64 ``[count]``."""
+        return self.visits(first, count).samples
+
+    def visits(self, first: int, count: int) -> Visits:
+        """The same with their epochs."""
         visits = np.arange(first, first + count, dtype=np.int64)
         epochs = visits // self.length
         found = np.empty(count, dtype=np.int64)
+        apart = (self.source,) if self.source else ()
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            key = named_seed(self.seed, "epoch", int(epoch))
+            key = named_seed(self.seed, "epoch", int(epoch), *apart)
             found[here] = permute(visits[here] % self.length, self.length, key)
-        return found
+        return Visits(found, epochs)

@@ -1,0 +1,109 @@
+"""A corpus cut into samples, and which of them are for validation: by document, the last ones.
+
+A sample is ``sequence + 1`` tokens, so that every input has a target; samples lie end to end with one token in common,
+across the borders of documents, and never across that between training and validation::
+
+    documents     a a a a a a b b b b b c c c d d d d     validation 0.4 of 18 tokens: c and d hold 7 of them
+    training      |-------|-------|                       sequence 4: two samples, and two tokens are left over
+    validation                          |-------|         one sample
+
+So no document is half trained on and half evaluated. A corpus of one document is cut inside it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.tokens import Tokens
+
+__all__ = ["Span", "split"]
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """A stretch of a corpus, cut into samples of ``sequence + 1`` tokens."""
+
+    tokens: Tokens
+    first: int
+    """The token that it begins with."""
+    stop: int
+    """The one behind its last."""
+    sequence: int
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return max(0, (self.stop - self.first - 1) // self.sequence)
+
+    def windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of the given samples, int64 ``[b, s + 1]``.
+
+        IndexError: there is no such sample.
+        """
+        found = np.empty((len(samples), self.sequence + 1), np.int64)
+        for row, begin in zip(found, self._begins(samples), strict=True):
+            row[:] = self.tokens.read(begin, self.sequence + 1)
+        return found
+
+    def documents(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the document that each of their tokens belongs to, int64 ``[b, s + 1]``."""
+        found = np.empty((len(samples), self.sequence + 1), np.int64)
+        for row, begin in zip(found, self._begins(samples), strict=True):
+            row[:] = self.tokens.documents_in(begin, self.sequence + 1)
+        return found
+
+    def _begins(self, samples: NDArray[np.int64]) -> list[int]:
+        """Where samples begin; Python's integers, which have no width."""
+        numbers: list[int] = samples.tolist()
+        if any(not 0 <= number < len(self) for number in numbers):
+            raise IndexError(f"samples {numbers} of {self.tokens.name}, which has {len(self)} here")
+        return [self.first + number * self.sequence for number in numbers]
+
+
+def split(tokens: Tokens, sequence: int, validation: float = 0.0) -> tuple[Span, Span]:
+    """The samples of a corpus for training and those for validation.
+
+    Validation is the last documents that together hold at most the share `validation` of the tokens. Where that is no
+    document, or not one sample, there is no validation, never an error: the second span is empty.
+
+    Raises:
+        DataError: when there is less than one sample to train on.
+    """
+    length = len(tokens)
+    samples = (length - 1) // sequence
+    if samples < 1:
+        raise DataError(
+            f"{tokens.name} has {length} tokens, and one sample takes model.sequence + 1 = {sequence + 1}; use more "
+            f"text or model.sequence={max(1, length - 1)}"
+        )
+    share = Fraction(str(validation))
+    if (
+        tokens.documents == 1
+    ):  # the token at the border is the last target of the one and the first input of the other
+        border = (samples - int(samples * share)) * sequence
+        stop = border + 1
+    else:
+        border = stop = _border(tokens, share)
+    aside = Span(tokens, border, length, sequence)
+    if not len(aside):
+        return Span(tokens, 0, length, sequence), Span(tokens, length, length, sequence)
+    train = Span(tokens, 0, stop, sequence)
+    if not len(train):
+        raise DataError(
+            f"{tokens.name} has {stop} tokens to train on besides its last documents, {length - border} tokens, which "
+            f"data.validation={validation} sets aside, and one sample takes model.sequence + 1 = {sequence + 1}; use "
+            "more text, or a smaller data.validation"
+        )
+    return train, aside
+
+
+def _border(tokens: Tokens, share: Fraction) -> int:
+    """Where the last documents begin that hold at most a share of the tokens."""
+    length = len(tokens)
+    least = length - int(share * length)
+    return tokens.start_of(bisect_left(range(tokens.documents), least, key=tokens.start_of))
