@@ -115,6 +115,63 @@ def test_all_reduces_equal_those_by_messages(ranks: int, monkeypatch: pytest.Mon
     plain.close()
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3)])
+def test_what_is_computed_where_others_read_it_is_reduced_alike(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_SMALL", 1 << 17)
+    mesh, plain = Mesh(tp=ranks), Mesh(tp=ranks, options=CommOptions(shared_memory=False))
+    rank, seen = mesh.tp.rank, list[bool]()
+    for dtype in DTYPES:
+        for count in (0, *COUNTS):
+            for op in ("sum", "mean") if dtype.is_floating_point else ("sum", "max"):
+                mine = numbers(rank, count, dtype).view(-1, 1)
+
+                def compute(into: torch.Tensor | None, mine: torch.Tensor = mine) -> torch.Tensor:
+                    seen.append(into is not None)
+                    return torch.add(mine, 0, out=into)
+
+                right = comm.all_reduce(mine.clone(), plain.tp, op)
+                for axis in (mesh.tp, plain.tp):
+                    seen.clear()
+                    pending = comm.start_all_reduce_computed(
+                        compute, mine.shape, axis, op, dtype=dtype, device=mine.device
+                    )
+                    result = comm.all_reduce_computed(
+                        compute, mine.shape, axis, op, dtype=dtype, device=mine.device
+                    )
+                    assert torch.equal(result, right)
+                    assert result.is_contiguous()
+                    assert torch.equal(pending.wait(), right)
+                    small = ranks == 2 or count * dtype.itemsize * ranks <= 1 << 17
+                    there = axis is mesh.tp and ranks > 1 and count > 0 and (small or op == "max")
+                    assert seen == [there] * 2
+    assert mesh.ledger.total().calls * 3 == plain.ledger.total().calls * 2
+    mesh.close()
+    plain.close()
+
+
+@pytest.mark.ranks(2)
+def test_what_could_not_be_computed_leaves_nothing_behind() -> None:
+    mesh = Mesh(tp=2)
+    assert mesh._neighbours is not None
+    comm.barrier(mesh.tp)
+    taken = mesh._neighbours._region.taken
+
+    def fails(into: torch.Tensor | None) -> torch.Tensor:
+        raise ArithmeticError(f"not into {into is not None}")
+
+    like = torch.empty(3)
+    with pytest.raises(ArithmeticError, match="not into True"):
+        comm.all_reduce_computed(fails, like.shape, mesh.tp, dtype=like.dtype, device=like.device)
+    with pytest.raises(ValueError, match="given a tensor to compute into, and returned another one"):
+        comm.all_reduce_computed(
+            lambda _: torch.ones(3), like.shape, mesh.tp, dtype=like.dtype, device=like.device
+        )
+    assert mesh._neighbours._region.taken == taken
+    assert comm.all_reduce(torch.ones(3), mesh.tp).tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
 def test_parts_are_those_by_messages(ranks: int) -> None:
     mesh, plain = Mesh(tp=ranks), Mesh(tp=ranks, options=CommOptions(shared_memory=False))
@@ -277,20 +334,34 @@ def test_a_neighbour_that_is_killed_is_told_at_once(tmp_path: Path) -> None:
     assert float((tmp_path / "seen").read_text()) < 5.0
 
 
-@pytest.mark.ranks(3)
-def test_what_a_rank_reads_last_of_all_is_there_until_then() -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
+def test_what_a_rank_reads_last_of_all_is_there_until_then(ranks: int) -> None:
     """The others are through with its numbers, and it writes others, before it combines its own."""
-    axis = Mesh(tp=3).tp
+    axis = Mesh(tp=ranks).tp
     rank = axis.rank
+
+    def start_computed(mine: torch.Tensor) -> comm.Pending[torch.Tensor]:
+        return comm.start_all_reduce_computed(
+            lambda into: torch.add(mine, 0, out=into), mine.shape, axis, dtype=mine.dtype, device=mine.device
+        )
+
     for round_ in range(20):
-        mine = numbers(rank + round_, 9, torch.float64)
-        sums = [comm.start_all_reduce(mine.clone(), axis), comm.start_reduce_scatter(mine, axis)]
-        if rank != round_ % 3:
+        mine = numbers(rank + round_, 6 * ranks, torch.float64)
+        sums = [
+            comm.start_all_reduce(mine.clone(), axis),
+            comm.start_reduce_scatter(mine, axis),
+            start_computed(mine),
+        ]
+        if rank != round_ % ranks:
             first = [pending.wait() for pending in sums]
         for _ in range(3):  # with which the others say what they have read
             comm.all_gather(torch.full((9,), float(rank)), axis)
-        if rank == round_ % 3:
+            comm.all_reduce(torch.full((6 * ranks,), float(rank)), axis)  # where those would lie
+        if rank == round_ % ranks:
             first = [pending.wait() for pending in sums]
-        right = torch.stack([numbers(other + round_, 9, torch.float64) for other in range(3)]).sum(0)
+        right = torch.stack(
+            [numbers(other + round_, 6 * ranks, torch.float64) for other in range(ranks)]
+        ).sum(0)
         assert torch.equal(first[0], right)
-        assert torch.equal(first[1], right.view(3, 3)[rank])
+        assert torch.equal(first[1], right.view(ranks, 6)[rank])
+        assert torch.equal(first[2], right)

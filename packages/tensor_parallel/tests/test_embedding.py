@@ -82,6 +82,24 @@ def test_the_padding_row_starts_at_zero_and_stays(padding: int) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+def test_what_is_not_finite_in_one_row_is_in_no_other(dtype: torch.dtype) -> None:
+    """Row 0 of a rank stands for the tokens of the other one until they are cleared."""
+    axis = Mesh(tp=2).tp
+    layer = VocabParallelEmbedding(6, 4, axis, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(4.0) - axis.rank)
+        layer.weight[0] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan])
+    for ids in (torch.tensor([1, 2, 4, 5]), torch.tensor([[1, 2, 4, 5]] * 3, dtype=torch.int32)):
+        right = torch.arange(4.0) - torch.tensor([[0.0], [0.0], [1.0], [1.0]])
+        assert torch.equal(layer(ids), right.to(dtype).expand(*ids.shape, 4))
+    assert not layer(torch.tensor([0, 3])).isfinite().any()
+    layer(torch.tensor([1, 1, 4, 5])).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.sum(1).tolist() == ([0, 8, 0] if axis.is_first else [0, 4, 4])
+
+
+@pytest.mark.ranks(2)
 def test_with_sequence_parallelism_the_sum_is_a_reduce_scatter() -> None:
     mesh = Mesh(tp=2)
     layer = VocabParallelEmbedding(7, 4, mesh.tp, sequence_dim=0, dtype=F64)

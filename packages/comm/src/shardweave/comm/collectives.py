@@ -27,6 +27,7 @@ from .background import Background
 from .books import entry_of
 from .devices import local_device
 from .guards import Ticket
+from .near import collectives as near
 from .p2p import contiguous_like
 from .pending import Pending
 from .steps import Steps
@@ -34,6 +35,7 @@ from .steps import Steps
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_reduce_computed",
     "all_to_all",
     "all_to_all_uneven",
     "barrier",
@@ -41,6 +43,7 @@ __all__ = [
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_reduce_computed",
     "start_all_to_all",
     "start_all_to_all_uneven",
     "start_broadcast",
@@ -71,9 +74,7 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
     _check_operation("all_reduce", tensor, op)
     if axis.size == 1:
         return Pending.ready(tensor)
-    ticket = _announced(
-        "all_reduce", axis, tensor, operation=op, waited_for="at once" if blocking else "later"
-    )
+    ticket = _announced_all_reduce(tensor, axis, op, blocking=blocking)
     data = tensor.detach()
     buffer = contiguous_like(data)
     if buffer is not data:
@@ -92,6 +93,74 @@ def _all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Pendi
         return tensor
 
     return _counted("all_reduce", axis, steps, finish, tensor, ticket)
+
+
+Compute = Callable[[Tensor | None], Tensor]
+"""Computes a tensor: into the contiguous one it is given, which it returns, or into a new one, as
+``torch.mm(a, b, out=into)`` does. What it is given holds no numbers yet, and must not be kept."""
+
+
+def all_reduce_computed(
+    compute: Compute,
+    shape: Sequence[int],
+    axis: Axis,
+    op: str = "sum",
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """:func:`all_reduce` of what ``compute`` gives, a tensor of ``shape``, ``dtype`` and ``device``; a new tensor.
+
+    Where ranks share memory it is computed there, which saves a copy; everywhere the result has the same bits.
+    """
+    return _all_reduce_computed(compute, _like(shape, dtype, device), axis, op, blocking=True).wait()
+
+
+def start_all_reduce_computed(
+    compute: Compute,
+    shape: Sequence[int],
+    axis: Axis,
+    op: str = "sum",
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Pending[Tensor]:
+    """Computes, and launches :func:`all_reduce_computed`."""
+    return _all_reduce_computed(compute, _like(shape, dtype, device), axis, op, blocking=False)
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Takes one number's memory."""
+    return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _all_reduce_computed(
+    compute: Compute, like: Tensor, axis: Axis, op: str, *, blocking: bool
+) -> Pending[Tensor]:
+    _check_operation("all_reduce", like, op)
+    room = None
+    if axis.size > 1 and (op not in ("sum", "mean") or _in_two_levels("all_reduce", axis, like) is None):
+        room = near.room(like, axis, op, blocking=blocking)
+    if room is None:
+        return _all_reduce(compute(None), axis, op, blocking=blocking)
+    try:
+        if compute(room.tensor).data_ptr() != room.tensor.data_ptr():
+            raise ValueError(
+                "all_reduce_computed: compute was given a tensor to compute into, and returned another one"
+            )
+        ticket = _announced_all_reduce(like, axis, op, blocking=blocking)
+    except BaseException:
+        room.leave()
+        raise
+    with ticket or _UNWATCHED:
+        steps, combine = room.give()
+
+    def finish() -> Tensor:
+        result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        combine(result)
+        return result
+
+    return _counted("all_reduce", axis, steps, finish, like, ticket)
 
 
 def all_gather(
@@ -351,6 +420,10 @@ def _announced(
     """
     guard = axis.guard
     return None if guard is None else guard.launch(axis, kind, tensor, shape or tensor.shape, options)
+
+
+def _announced_all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Ticket | None:
+    return _announced("all_reduce", axis, tensor, operation=op, waited_for="at once" if blocking else "later")
 
 
 def _in_two_levels(kind: str, axis: Axis, whole: Tensor) -> Background | None:

@@ -194,11 +194,17 @@ class _ColumnProduct(torch.autograd.Function):
             multiply, features = _writes_inputs(weights, call), weights[0].shape[1]
             dx = scattered_product(dy, multiply, features, call.axis, call.pieces_dim)
         elif wants_x:
-            whole = _input_gradient(dy_rows, weights, call).view(*dy.shape[:-1], weights[0].shape[1])
+            shape = (*dy.shape[:-1], weights[0].shape[1])
+
+            def whole(into: Tensor | None) -> Tensor:
+                return _input_gradient(dy_rows, weights, call, into).view(shape)
+
             if call.sequence_dim is None:
-                reducing = comm.start_all_reduce(whole, call.axis)
+                reducing = comm.start_all_reduce_computed(
+                    whole, shape, call.axis, dtype=dy.dtype, device=dy.device
+                )
             else:
-                reducing = comm.start_reduce_scatter(whole, call.axis, call.sequence_dim)
+                reducing = comm.start_reduce_scatter(whole(None), call.axis, call.sequence_dim)
 
         def d_weights() -> list[Tensor | None]:
             # Deferred, the shard is gathered when the queue runs: gathered, it would be kept until then.
@@ -219,23 +225,21 @@ class _RowProduct(torch.autograd.Function):
         own = call.cast(x)
         ctx.weights = ReadAgain((weight,))
         ctx.save_for_backward(own if ctx.needs_input_grad[2] else None)
+        shape = (*x.shape[:-1], weight.shape[0])
+
+        def multiplied(into: Tensor | None, added: Tensor | None = None) -> Tensor:
+            return _multiplied(as_rows(own), call.cast(weight), added, shape, into)
 
         def product() -> tuple[Tensor, ...]:
             if call.pieces_dim is not None:
                 multiply = _writes_outputs((weight,), (), call)
                 y = scattered_product(own, multiply, weight.shape[0], call.axis, call.pieces_dim)
+            elif call.axis.size == 1:  # so the bias can go into the product
+                return (multiplied(None, None if bias is None else call.cast(bias)),)
+            elif call.sequence_dim is None:
+                y = comm.all_reduce_computed(multiplied, shape, call.axis, dtype=own.dtype, device=own.device)
             else:
-                whole_sum = call.axis.size == 1  # so the bias can go into the product
-                added = call.cast(bias) if whole_sum and bias is not None else None
-                y = _shaped(
-                    F.linear(as_rows(own), call.cast(weight), added), (*x.shape[:-1], weight.shape[0])
-                )
-                if whole_sum:
-                    return (y,)
-                if call.sequence_dim is None:
-                    y = comm.all_reduce(y, call.axis)
-                else:
-                    y = comm.reduce_scatter(y, call.axis, call.sequence_dim)
+                y = comm.reduce_scatter(multiplied(None), call.axis, call.sequence_dim)
             return (y if bias is None else y.add_(bias),)  # once: every rank holds the whole sum here
 
         (y,) = kept(LINEAR, product)
@@ -295,18 +299,31 @@ def _writes_outputs(weights: Sequence[Tensor], biases: Sequence[Tensor], call: C
     return multiply
 
 
+def _multiplied(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int], into: Tensor | None
+) -> Tensor:
+    """The product of one weight, in ``shape``; ``into``: where it goes, contiguous, without a bias."""
+    if into is None:
+        return _shaped(F.linear(rows, weight, bias), shape)
+    return torch.mm(rows, weight.t(), out=into.view(-1, shape[-1])).view(shape)
+
+
 def _shaped(rows: Tensor, shape: Sequence[int]) -> Tensor:
     """``rows`` of that shape, and no view for autograd: of a view that a function returns, nobody could change the
     values in place (``relu_``, ``y += x``)."""
     return cast(Tensor, torch.ops.aten._unsafe_view(rows, list(shape)))
 
 
-def _input_gradient(dy_rows: Tensor, weights: Sequence[Tensor], call: Call) -> Tensor:
+def _input_gradient(
+    dy_rows: Tensor, weights: Sequence[Tensor], call: Call, into: Tensor | None = None
+) -> Tensor:
+    """``[tokens, in]``; ``into``: where it goes, contiguous, of any shape."""
+    out = None if into is None else into.view(-1, into.shape[-1])
     together = joined(weights)
     if together is not None:
-        return torch.mm(dy_rows, call.cast(together))
+        return torch.mm(dy_rows, call.cast(together), out=out)
     parts = _cut(dy_rows, weights, 1)
-    dx = torch.mm(parts[0], call.cast(weights[0]))
+    dx = torch.mm(parts[0], call.cast(weights[0]), out=out)
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         dx.addmm_(part, call.cast(weight))
     return dx

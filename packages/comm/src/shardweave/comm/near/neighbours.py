@@ -130,6 +130,11 @@ class Neighbours:
         with self._news:
             self._region.let_go(offset, self._rank)
 
+    def leave(self, offset: int) -> None:
+        """A place of which nobody was told is not needed."""
+        with self._news:
+            self._region.leave(offset)
+
     def was_read(self, peer: int, offset: int) -> None:
         """What lay there is not needed any more; the peer is told with the next notice."""
         with self._news:
@@ -273,6 +278,10 @@ class Circle:
         """Room for what is like a contiguous tensor, not empty; to be filled, and then to be told of."""
         offset = self._neighbours.place(like.nbytes, self._others)
         return Place(offset, self._neighbours.tensor(self._ranks[self._rank], offset, like))
+
+    def leave(self, place: Place) -> None:
+        """A place that nobody was told of is free again."""
+        self._neighbours.leave(place.offset)
 
     def tell(self, place: Place, likes: Sequence[Tensor] | None = None) -> Round:
         """Says that a place is filled. ``likes``: what each member's is like, where they differ.

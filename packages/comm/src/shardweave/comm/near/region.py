@@ -87,6 +87,10 @@ class Region(Window):
         if not readers:
             del self._taken[offset]
 
+    def leave(self, offset: int) -> None:
+        """Nobody was told of what lies at ``offset``, and nobody will be."""
+        del self._taken[offset]
+
     @property
     def taken(self) -> int:
         """Bytes that somebody is yet to read."""
