@@ -92,14 +92,17 @@ class GPT(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Causal self-attention of ``[s, b, h]``, by as many heads as its layers give features for."""
+    """Causal self-attention of ``[s, b, h]``, by as many heads as its layers give features for.
 
-    def __init__(self, shape: Shape) -> None:
+    ``parts``: of so many equal parts of the heads it has one.
+    """
+
+    def __init__(self, shape: Shape, parts: int = 1) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.query, self.key, self.value, self.output = (
-            nn.Linear(shape.hidden, shape.hidden) for _ in range(4)
-        )
+        width = shape.hidden // parts
+        self.query, self.key, self.value = (nn.Linear(shape.hidden, width) for _ in range(3))
+        self.output = nn.Linear(width, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, h]`` to the same."""
@@ -112,18 +115,22 @@ class PlainAttention(nn.Module):
         return y
 
 
-def plain_mlp(shape: Shape) -> MLP:
-    """Whole, with the same weights wherever it is built."""
+def plain_mlp(shape: Shape, parts: int = 1) -> MLP:
+    """Whole, with the same weights wherever it is built; or as large as one of ``parts``, with any weights."""
     torch.manual_seed(0)
-    return MLP(nn.Linear(shape.hidden, shape.inner), nn.Linear(shape.inner, shape.hidden))
+    inner = shape.inner // parts
+    return MLP(nn.Linear(shape.hidden, inner), nn.Linear(inner, shape.hidden))
 
 
-def plain_gpt(shape: Shape) -> GPT:
-    """Whole, with the same weights wherever it is built."""
+def plain_gpt(shape: Shape, parts: int = 1) -> GPT:
+    """As :func:`plain_mlp`."""
     torch.manual_seed(0)
-    blocks = [Block(PlainAttention(shape), plain_mlp(shape), shape.hidden) for _ in range(shape.layers)]
-    embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-    head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+    blocks = [
+        Block(PlainAttention(shape, parts), plain_mlp(shape, parts), shape.hidden)
+        for _ in range(shape.layers)
+    ]
+    embedding = nn.Embedding(shape.vocabulary // parts, shape.hidden)
+    head = nn.Linear(shape.hidden, shape.vocabulary // parts, bias=False)
     return GPT(embedding, blocks, head, shape, slice(None))
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "LOSS_PARALLEL",
     "OURS",
     "PRODUCTS",
+    "SHARE",
     "Pass",
     "gpt_ways",
     "mlp_ways",
@@ -57,13 +58,15 @@ __all__ = [
 Pass = Callable[[], float]
 """Forward and backward; returns a number that all ways agree on: the mean of the output, or the loss."""
 
-PRODUCTS, OURS, DTENSOR, LOSS_PARALLEL = "products", "ours", "DTensor", "DTensor, loss_parallel"
+PRODUCTS, SHARE, OURS = "products", "share, nothing sent", "ours"
+DTENSOR, LOSS_PARALLEL = "DTensor", "DTensor, loss_parallel"
 
 
 def mlp_ways(shape: Shape, axis: Axis) -> dict[str, Pass]:
     """By name, in the table's order; megatron-core is elsewhere."""
     return {
         PRODUCTS: _products([(shape.inner, shape.hidden, 1), (shape.hidden, shape.inner, 1)], shape, axis, 0),
+        SHARE: _share_of_mlp(shape, axis),
         OURS: _our_mlp(shape, axis, None, False),
         f"{OURS}, sequence": _our_mlp(shape, axis, 0, False),
         f"{OURS}, sequence, kept": _our_mlp(shape, axis, 0, True),
@@ -83,6 +86,7 @@ def gpt_ways(shape: Shape, axis: Axis) -> dict[str, Pass]:
     ]
     return {
         PRODUCTS: _products(linear, shape, axis, layers),
+        SHARE: _share_of_gpt(shape, axis),
         OURS: _our_gpt(shape, axis, None, False),
         f"{OURS}, sequence": _our_gpt(shape, axis, 0, False),
         f"{OURS}, sequence, kept": _our_gpt(shape, axis, 0, True),
@@ -188,6 +192,35 @@ def _our_gpt(shape: Shape, axis: Axis, sequence_dim: int | None, keep_inputs: bo
         return vocab_parallel_cross_entropy(module(ids), targets, axis, vocab_size=shape.vocabulary).mean()
 
     return trained(module, loss)
+
+
+def _share_of_mlp(shape: Shape, axis: Axis) -> Pass:
+    """As large a module as a rank's share, of plain torch: what is left of any way that is made of torch's operations
+    when nothing is sent, nothing split, and nothing checked."""
+    module = plain_mlp(shape, axis.size)
+    step = passed(module, activations(shape, 1).requires_grad_(), activations(shape, 2))
+    return _of_no_result(step)
+
+
+def _share_of_gpt(shape: Shape, axis: Axis) -> Pass:
+    """As :func:`_share_of_mlp`; its loss is over a vocabulary of a rank's size."""
+    module = plain_gpt(shape, axis.size)
+    ids, targets = (part % (shape.vocabulary // axis.size) for part in tokens(shape))
+
+    def loss() -> Tensor:
+        return F.cross_entropy(module(ids).flatten(0, 1), targets.flatten())
+
+    return _of_no_result(trained(module, loss))
+
+
+def _of_no_result(step: Pass) -> Pass:
+    """The number that it gives is not that of the others."""
+
+    def run() -> float:
+        step()
+        return float("nan")
+
+    return run
 
 
 def _dtensor_mlp(shape: Shape, axis: Axis) -> Pass:
