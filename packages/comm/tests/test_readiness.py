@@ -60,6 +60,22 @@ def test_a_deferred_weight_gradient_makes_it_final_when_it_runs() -> None:
     assert len(queue) == 0
 
 
+def test_a_queue_is_expected_where_there_is_one_or_one_was_promised() -> None:
+    work = gradient_work(nn.Parameter(torch.ones(1)))
+    assert not work.deferrable
+    work.promise()
+    work.promise()
+    work.retract()
+    assert work.deferrable
+    assert work.final  # nothing is put off yet
+    work.retract()
+    assert not work.deferrable
+    with pytest.raises(RuntimeError, match="retract\\(\\) without promise"):
+        work.retract()
+    work.queue = WeightGradients()
+    assert work.deferrable
+
+
 def test_pieces_run_in_order_and_in_part() -> None:
     p = nn.Parameter(torch.ones(1))
     order: list[int] = []

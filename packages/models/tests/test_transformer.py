@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from packages.models.tests.reference import FAMILIES, batch_of, build, reference_logits, reference_loss
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardweave import comm
 from shardweave.models import Part, Transformer, TransformerConfig, count_parameters, parameter_shapes
@@ -35,6 +37,29 @@ def test_equals_a_plain_implementation(family: str) -> None:
     for name, parameter in model.named_parameters():
         largest = max(float(weights[name].grad.abs().max()), 1e-3)
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=0, atol=1e-10 * largest, msg=name)
+
+
+class Copies(TorchDispatchMode):
+    """Shapes that were copied."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.seen.append(tuple(arguments[0].shape))
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "parallel"])
+def test_hidden_states_are_not_turned_over_between_the_blocks(family: str) -> None:
+    """On a CPU, whose attention has the batch first."""
+    config = FAMILIES[family]
+    model, (tokens, targets) = build(config), batch_of(config)
+    with Copies() as copies:
+        model.loss(model(tokens), targets).backward()
+    assert {(*shape, config.hidden) for shape in ((8, 3), (3, 8))}.isdisjoint(copies.seen)
 
 
 def test_blocks_are_torchs_own_encoder_layers() -> None:

@@ -16,6 +16,7 @@ from shardweave.comm import Axis, Mesh
 from shardweave.comm.testing import RankError, run_ranks
 from shardweave.pipeline import BUILDERS, Action, Pipeline, Schedule, schedule
 from shardweave.pipeline.builders.rules import RULES
+from shardweave.pipeline.stage import Split
 
 
 def made_of(*rows: str, rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
@@ -190,6 +191,40 @@ def test_nothing_is_held_after_a_failed_step() -> None:
     pipeline.step([torch.ones(())] * 4)
     assert stage.weight.grad is not None
     assert float(stage.weight.grad) == 4.0
+
+
+class Expecting(nn.Module):
+    """Notes whether its weight gradient may be put off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen: set[bool] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(comm.gradient_work(self.weight).deferrable)
+        return x * self.weight
+
+
+def test_layers_are_told_whether_weight_gradients_may_be_put_off() -> None:
+    cases: tuple[tuple[str, Split, bool], ...] = (
+        ("gpipe", "graph", False),
+        ("zb-h1", "graph", True),
+        ("zb-h1", "layers", True),
+        ("zb-h1", "none", False),
+    )
+    for name, split, expected in cases:
+        stage, plan = Expecting(), schedule(name, ranks=1, micro_batches=2)
+        for recompute in (False, True):
+            pipeline = Pipeline([stage], Axis.single("pp"), plan, recompute=recompute, split=split)
+            pipeline.step([torch.ones(())] * 2)
+        assert stage.seen == {expected}, (name, split)
+        assert not comm.gradient_work(stage.weight).deferrable
+    broken = Failing()
+    pipeline = Pipeline([broken], Axis.single("pp"), schedule("zb-h1", ranks=1, micro_batches=2))
+    with pytest.raises(ArithmeticError):
+        pipeline.step([torch.ones(())] * 2)
+    assert not comm.gradient_work(broken.weight).deferrable
 
 
 class Raising(Constant):

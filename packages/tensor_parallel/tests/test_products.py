@@ -263,13 +263,38 @@ def test_functions_take_any_weight() -> None:
         column_linear(x, [weight, weight], [bias, None], axis)
 
 
+def test_one_ranks_products_are_torchs_own_unless_they_may_be_put_off() -> None:
+    for layer in (column(Axis.single()), row(Axis.single())):
+        found: dict[bool, list[Tensor]] = {}
+        for promised in (False, True):
+            if promised:
+                gradient_work(layer.weight).promise()
+            x = values(3, 2, 6).requires_grad_()
+            y = layer(x)
+            assert (y.grad_fn.name() in ("_ColumnProductBackward", "_RowProductBackward")) is promised
+            y.square().sum().backward()
+            assert x.grad is not None
+            found[promised] = [y.detach(), x.grad, *gradients(layer)]
+            layer.zero_grad()
+        for one, other in zip(found[False], found[True], strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_weight_that_was_stepped_too_early_is_an_error() -> None:
     for layer in (column(Axis.single()), row(Axis.single())):
-        loss = layer(values(3, 6).requires_grad_()).sum()
-        with torch.no_grad():
-            layer.weight.add_(1.0)
-        with pytest.raises(RuntimeError, match="modified between the forward and the backward"):
-            loss.backward()
+        for promised, told in (
+            (True, "modified between the forward and the backward"),
+            (False, "modified by an inplace operation"),  # torch's own: see products.py
+        ):
+            if promised:
+                gradient_work(layer.weight).promise()
+            loss = layer(values(3, 6).requires_grad_()).sum()
+            with torch.no_grad():
+                layer.weight.add_(1.0)
+            with pytest.raises(RuntimeError, match=told):
+                loss.backward()
+            if promised:
+                gradient_work(layer.weight).retract()
 
 
 @pytest.mark.ranks(2)

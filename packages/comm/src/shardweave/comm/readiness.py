@@ -7,6 +7,7 @@ says so through this module, and who reduces (``zero``) listens. Pipeline, layer
 without knowing of each other::
 
     pipeline    hold() before the first micro-batch, release() before the last one's backward
+                promise() before the first one, if it will put weight gradients off, retract() behind the last
     layer       defer() when it puts a weight gradient off, complete() when it has added it to .grad,
                 withdraw() when the step failed and it never will
     autograd    arrived() after each accumulation into .grad
@@ -48,8 +49,10 @@ class GradientWork:
 
     def __init__(self) -> None:
         self.queue: WeightGradients | None = None
-        """Where layers put this parameter's weight-gradient work; ``None``: they do it at once."""
+        """Where layers put this parameter's weight-gradient work; ``None``: they do it at once. To be there in forward
+        already, or promised."""
         self._held = 0
+        self._promised = 0
         self._deferred = 0
         self._listeners: list[tuple[Listener, bool]] = []
         self._hook: Any = None
@@ -63,6 +66,24 @@ class GradientWork:
     def deferred(self) -> bool:
         """Whether a summand of the gradient is still to be computed."""
         return self._deferred > 0
+
+    @property
+    def deferrable(self) -> bool:
+        """Whether backward may find a queue, for what is computed now.
+
+        Where it will not, a layer need not take its backward apart: autograd's own is the quicker one.
+        """
+        return self._promised > 0 or self.queue is not None
+
+    def promise(self) -> None:
+        """Backward will find a queue, though there is none in forward. Counted; each needs a :meth:`retract`."""
+        self._promised += 1
+
+    def retract(self) -> None:
+        """Takes one :meth:`promise` back, behind the backward passes that it was made for."""
+        if not self._promised:
+            raise RuntimeError("retract() without promise()")
+        self._promised -= 1
 
     def hold(self) -> None:
         """More micro-batches follow: what arrives is not final. Counted; each needs a :meth:`release`."""

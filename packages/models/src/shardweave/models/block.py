@@ -24,6 +24,7 @@ from .mixture import make_mixture
 from .mlp import MLP
 from .norms import make_norm
 from .routers import MicroBatchRouters
+from .token_by_token import token_by_token
 
 __all__ = ["Block"]
 
@@ -98,6 +99,7 @@ class Block(nn.Module):
                 sequence_parallel=sequence_dim is not None, device=device, dtype=dtype,
             )
         )  # fmt: skip
+        self._unsplit = axis.size == 1
         # Ranks of the tensor axis have the same tokens, or parts of them; those of the context axis always have parts.
         self._own_tokens = axis.is_first or sequence_dim is not None
         self._own_sequences = axis.is_first and (context is None or context.is_first)
@@ -113,15 +115,17 @@ class Block(nn.Module):
         """``[s, b, h]`` to the same shape; ``documents``: ``[b, s]`` of the whole sequence; ``routers``: where the
         router's losses count and what it did is noted; ``cache``: the tokens before, which these are added to."""
         keys = masks.attention_keys(self.layer)
-        attended = self.attention(self.attention_norm(x), keys=keys, documents=documents, cache=cache)
+        normed = token_by_token(self.attention_norm, x)
+        attended = self.attention(normed, keys=keys, documents=documents, cache=cache)
         y = x + masks.drop(attended, self.layer, "attention_output")
-        normed = self.mlp_norm(x if self.parallel_residual else y)
+        normed = token_by_token(self.mlp_norm, x if self.parallel_residual else y)
         return y + masks.drop(self._fed_forward(normed, routers), self.layer, "mlp_output")
 
     def _fed_forward(self, x: Tensor, routers: MicroBatchRouters | None) -> Tensor:
         y: Tensor
         if isinstance(self.mlp, MLP):
-            y = self.mlp(x)
+            # Split layers may have the sequence split, too, and know it by its dimension.
+            y = token_by_token(self.mlp, x) if self._unsplit else self.mlp(x)
             return y
         y, routed = self.mlp(x)
         if routers is None:

@@ -98,8 +98,8 @@ class Recompute:
         if self.core or not self.covers(layer) or not torch.is_grad_enabled():
             y = block(*arguments)
             return y
-        options: dict[str, Any] = {"context_fn": Kept(self.kept).contexts} if self.kept else {}
-        y = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+        contexts = Kept(self.kept).contexts
+        y = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         return y
 
     def __str__(self) -> str:

@@ -62,6 +62,7 @@ from .recompute import Recompute, RecomputeValue
 from .routers import MicroBatchRouters, RouterStatistics, routers_of_pass
 from .sequence import SequenceCut
 from .statistics import Watched
+from .token_by_token import lies_batch_first, token_by_token
 
 __all__ = ["Transformer"]
 
@@ -137,6 +138,7 @@ class Transformer(nn.Module):
         self.chunked_loss = chunked_loss
         self.recompute = Recompute.of(recompute)
         self._compiled = False
+        self._unsplit = self.axis.size == 1
         _check_part(config, self.part)
         if expert is not None and expert.size > 1 and config.experts == 0:
             raise ValueError(
@@ -277,7 +279,8 @@ class Transformer(nn.Module):
         states ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism); hidden states come out in the same
         shape. Logits are ``[s, b, vocab_r]``: this rank's part of the vocabulary, of the whole sequence. With a
         context axis hidden states and logits are of this rank's ``s / cp`` tokens; tokens are whole. With
-        ``chunked_loss`` what comes out of the last part are hidden states, too, normed ones.
+        ``chunked_loss`` what comes out of the last part are hidden states, too, normed ones. In memory the batch may be
+        first in all of them, as it is on a CPU where the tensor axis has one rank.
 
         ``streams``: the keys of the dropout masks, for masks that are the same in every layout. Without them,
         in training, a seed is drawn from torch's default generator (and shared over the tensor axis); then
@@ -316,7 +319,7 @@ class Transformer(nn.Module):
                 self._note(f"layers.{layer}", x)
         if not self.part.head:
             return x
-        x = self.norm(x[-1:] if last_only else x)
+        x = token_by_token(self.norm, x[-1:] if last_only else x)
         self._note("norm", x)
         return x if self.chunked_loss else self._head(x)
 
@@ -340,6 +343,8 @@ class Transformer(nn.Module):
                 f"targets are [b, s] where {what} are [s{f' / {ranks}' if ranks > 1 else ''}, b, {width}]"
             )
         own = cut_context(targets, self.context, 1).t()
+        if self._unsplit and lies_batch_first(output):
+            output, own = output.transpose(0, 1), own.t()
         z = self.config.head_z_loss if self.training else 0.0
         each = self._losses(output, own, ignore_index, z)
         if not z:
@@ -496,7 +501,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         before = 0 if cache is None else cache.embedded
         own = cut_context(tokens, self.context, 1)
-        x: Tensor = self.embedding(own.t())  # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
+        # [b, s] -> [s, b, h], or this rank's [s/tp, b, h]
+        batch_first = self._unsplit and own.device.type == "cpu"  # see token_by_token.py
+        x: Tensor = self.embedding(own).transpose(0, 1) if batch_first else self.embedding(own.t())
         self._note("embedding", x)
         if self.config.position == "learned" and documents is not None:
             x = self.position(x, positions=document_positions(documents).t()[local])
@@ -507,13 +514,16 @@ class Transformer(nn.Module):
         if self.config.position == "learned":
             self._note("position", x)
         if self.config.embedding_norm:
-            x = self.embedding_norm(x)
+            x = token_by_token(self.embedding_norm, x)
             self._note("embedding_norm", x)
         if cache is not None:
             cache.embedded += len(local)
         return masks.drop(x, 0, "embedding")
 
     def _head(self, x: Tensor) -> Tensor:
+        return token_by_token(self._products_with_words, x) if self._unsplit else self._products_with_words(x)
+
+    def _products_with_words(self, x: Tensor) -> Tensor:
         if self.config.tie_embeddings:
             decomposed = self.decomposed
             if isinstance(decomposed, Overlap):

@@ -30,23 +30,32 @@ __all__ = ["Execution", "Holds"]
 
 
 class Holds:
-    """Says of every parameter that its gradient is not final, until the last backward of its stage.
+    """Says of every parameter that its gradient is not final, until the last backward of its stage; and, where a
+    backward comes in two halves, that it may be put off.
 
     Entered before the first action; :meth:`backward_of` is called before each backward. On leaving, also by
-    an exception, nothing is held any more.
+    an exception, nothing is held any more, nor promised.
     """
 
     def __init__(self, stages: Mapping[int, Stage], program: Program) -> None:
         self._stages = stages
         actions = [step.action for step in program if isinstance(step, Run)]
         self._ahead = Counter(action.stage for action in actions if action.is_backward)
+        self._halved = {
+            action.stage for action in actions if action.kind == "I" and stages[action.stage].puts_off
+        }
         self._held: dict[int, list[GradientWork]] = {}
+        self._promised: list[GradientWork] = []
 
     def __enter__(self) -> Holds:
         for index in self._ahead:
             self._held[index] = [gradient_work(parameter) for parameter in self._stages[index].parameters]
             for work in self._held[index]:
                 work.hold()
+            if index in self._halved:
+                self._promised += self._held[index]
+        for work in self._promised:
+            work.promise()
         return self
 
     def backward_of(self, stage: int) -> None:
@@ -60,6 +69,8 @@ class Holds:
     ) -> None:
         for stage in tuple(self._held):
             self._release(stage)
+        while self._promised:
+            self._promised.pop().retract()
 
     def _release(self, stage: int) -> None:
         for work in self._held.pop(stage):

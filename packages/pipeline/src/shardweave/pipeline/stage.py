@@ -112,6 +112,8 @@ class Stage:
         self.module, self.index = module, index
         self.is_last = index == count - 1
         self._loss, self._split = loss, split
+        self.puts_off = split != "none"
+        """Whether some weight gradients may be left to the second half of a backward."""
         self._where = f"the output of stage {index} ({type(module).__name__})"
         # Frozen ones, too: they may be trained from another step on.
         self.parameters = tuple(module.parameters())
@@ -171,7 +173,7 @@ class Stage:
     ) -> tuple[tuple[Tensor, ...], WeightGradients]:
         """:meth:`backward`, with the weight gradients that can be put off left in a queue. See :data:`Split`."""
         queue = WeightGradients()
-        if self._split == "none":
+        if not self.puts_off:
             return self.backward(running, gradients), queue
         for work in self._work:
             work.queue = queue

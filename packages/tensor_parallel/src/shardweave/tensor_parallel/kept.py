@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-__all__ = ["ATTENTION", "LINEAR", "Kept", "core_operations", "kept", "kept_core"]
+__all__ = ["ATTENTION", "LINEAR", "Kept", "core_operations", "kept", "kept_core", "runs_twice"]
 
 LINEAR = "linear"
 """Products with weights: of the parallel layers, and of experts."""
@@ -38,7 +38,7 @@ ATTENTION = "attention"
 class Kept:
     """Results of one region, from its first run to its second.
 
-    ``kinds``: of what results are kept, :data:`LINEAR`, :data:`ATTENTION` or both.
+    ``kinds``: of what results are kept, :data:`LINEAR`, :data:`ATTENTION`, both or none.
     """
 
     def __init__(self, kinds: Collection[str]) -> None:
@@ -97,6 +97,11 @@ class _Run(AbstractContextManager[None]):
 
 
 _region: ContextVar[Kept | None] = ContextVar("region that is computed again", default=None)
+
+
+def runs_twice() -> bool:
+    """Whether a region is running whose backward pass computes it again, whatever it keeps."""
+    return _region.get() is not None
 
 
 def kept(kind: str, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -21,6 +21,10 @@ Three of these collectives have nothing to hide behind: the gather before a prod
 backward of a row, and the reduce-scatter behind a row's. ``decomposed`` cuts these products into pieces
 (``decomposed.py``). The two of a column's backward pass each hide behind a product already; where no weight gradient
 is computed at once, its reduce-scatter is taken apart, too.
+
+On one rank a product of one weight is ``F.linear``, unless its gradient may be put off or it is in a region that runs
+twice: an autograd function in Python costs each product a tenth of a millisecond, 2 % of a step at hidden size 256. (In
+a second run, torch's checkpoint would not come to the last ``F.linear``, and counts would depend on the layout.)
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ from .asking import check_axes, check_dtypes, check_sequence_dim
 from .decomposed import Multiply, gathered_product, scattered_product
 from .eager import eager
 from .features import part_sizes
-from .kept import LINEAR, kept
-from .weights import ReadAgain, now_or_later, queue_of
+from .kept import LINEAR, kept, runs_twice
+from .weights import ReadAgain, may_be_put_off, now_or_later, queue_of
 
 __all__ = ["autocast_dtype", "column_linear", "row_linear"]
 
@@ -82,6 +86,8 @@ def column_linear(
         raise ValueError(
             f"{len(given)} of {len(weights)} fused layers have a bias; give it to all of them or to none"
         )
+    if len(weights) == 1 and _is_plain(call, weights[0]):
+        return F.linear(x, weights[0], biases[0])
     return cast(Tensor, _ColumnProduct.apply(x, call, *weights, *given))  # type: ignore[no-untyped-call]
 
 
@@ -115,7 +121,14 @@ def row_linear(
     check_dtypes(x, (weight,), call.dtype)
     if sequence_dim is not None:
         check_sequence(x.shape[sequence_dim], axis)
+    if _is_plain(call, weight):
+        return F.linear(x, weight, bias)
     return cast(Tensor, _RowProduct.apply(x, call, weight, bias))  # type: ignore[no-untyped-call]
+
+
+def _is_plain(call: Call, weight: Tensor) -> bool:
+    """Whether torch's own autograd can have the product. The same in both runs of a checkpoint of somebody else."""
+    return call.axis.size == 1 and call.dtype is None and not runs_twice() and not may_be_put_off(weight)
 
 
 def check_sequence(length: int, axis: Axis) -> None:

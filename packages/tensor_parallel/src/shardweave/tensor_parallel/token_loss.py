@@ -57,11 +57,13 @@ class Labels:
     column: Tensor
     """Where the target is among this rank's columns; 0 where it is not."""
     here: Tensor
-    """Whether it is."""
+    """Whether it is, and the token counts."""
     valid: Tensor
     """Whether the token counts."""
     all_valid: bool
     """Whether all of them are known to; on an accelerator, asking would mean waiting for it."""
+    all_here: bool
+    """Whether all targets are known to be among this rank's columns, and to count."""
 
 
 def labels_here(targets: Tensor, ignore_index: int, split: FeatureSplit) -> Labels:
@@ -72,11 +74,15 @@ def labels_here(targets: Tensor, ignore_index: int, split: FeatureSplit) -> Labe
     """
     targets = targets.reshape(-1)
     valid = targets != ignore_index
-    check_ids(targets.masked_fill(~valid, 0), split.features, "target")
+    all_valid = valid.device.type == "cpu" and bool(valid.all())
+    # Copied: backward reads them, whatever becomes of the caller's.
+    ids = targets.clone() if all_valid else targets.masked_fill(~valid, 0)
+    check_ids(ids, split.features, "target")
+    if split.length == split.features:
+        return Labels(ids, valid, valid, all_valid, all_valid)
     column = targets - split.start
     here = valid & (column >= 0) & (column < split.length)
-    all_valid = valid.device.type == "cpu" and bool(valid.all())
-    return Labels(column.masked_fill(~here, 0), here, valid, all_valid)
+    return Labels(column.masked_fill(~here, 0), here, valid, all_valid, all_here=False)
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,10 @@ class Statistics:
         gradient.exp_().mul_((of_softmax / exponentials).unsqueeze(-1))
         if terms.label_smoothing:
             gradient.sub_((scale * (terms.label_smoothing / terms.vocab_size)).unsqueeze(-1))
-        own = torch.where(labels.here[part], scale * (terms.label_smoothing - 1), 0).unsqueeze(-1)
-        gradient.scatter_add_(-1, labels.column[part].unsqueeze(-1), own)
+        own = scale * (terms.label_smoothing - 1)
+        if not labels.all_here:
+            own = torch.where(labels.here[part], own, 0)
+        gradient.scatter_add_(-1, labels.column[part].unsqueeze(-1), own.unsqueeze(-1))
         # filled, not multiplied: an ignored token may have logits that are not finite
         return gradient if labels.all_valid else gradient.masked_fill_(~labels.valid[part].unsqueeze(-1), 0)
 
@@ -144,7 +152,7 @@ class TokenNumbers:
         # Columns that are all masked out: -inf - -inf would not be a number.
         shifted = logits.to(largest.dtype) - _finite(largest).unsqueeze(-1)
         target = logits.gather(-1, labels.column[part].unsqueeze(-1)).squeeze(-1)
-        sums[1].copy_(target.masked_fill_(~labels.here[part], 0))
+        sums[1].copy_(target if labels.all_here else target.masked_fill_(~labels.here[part], 0))
         if self._terms.label_smoothing:
             sums[2].copy_(shifted.sum(-1))
         sums[0].copy_(shifted.exp_().sum(-1))
@@ -152,20 +160,26 @@ class TokenNumbers:
     def loss(self, axis: Axis) -> tuple[Tensor, Tensor | None, Statistics]:
         """The loss of each token and its z loss, if there is one: ``[tokens]`` each, 0 where it is ignored; two
         collectives over ``axis``."""
-        terms, own = self._terms, self._largest.clone()
-        largest = all_reduce(self._largest, axis, "max")
-        self._sums[0].mul_((own - largest).exp_())
+        terms, own, sums = self._terms, self._largest, self._sums
+        largest = own
+        if axis.size > 1:
+            own = own.clone()
+            largest = all_reduce(self._largest, axis, "max")
+            sums[0].mul_((own - largest).exp_())
         if terms.label_smoothing:
-            self._sums[2].add_(self._split.length * (_finite(own) - largest))
-        sums = all_reduce(self._sums, axis)
+            sums[2].add_(self._split.length * (_finite(own) - largest))
+        sums = all_reduce(sums, axis)
         logarithm = sums[0].log()
         loss = logarithm - (1 - terms.label_smoothing) * (sums[1] - largest)
         if terms.label_smoothing:
             loss = loss - (terms.label_smoothing / terms.vocab_size) * sums[2]
-        z, ignored = None, ~self._labels.valid
-        if terms.z_loss:
-            z = (terms.z_loss * (logarithm + largest).square()).masked_fill_(ignored, 0)
-        return loss.masked_fill_(ignored, 0), z, Statistics(largest, sums[0])
+        z = terms.z_loss * (logarithm + largest).square() if terms.z_loss else None
+        if not self._labels.all_valid:
+            ignored = ~self._labels.valid
+            for each in (loss, z):
+                if each is not None:
+                    each.masked_fill_(ignored, 0)
+        return loss, z, Statistics(largest, sums[0])
 
 
 def parts_or_sum(loss: Tensor, z: Tensor | None, shape: torch.Size, *, parts: bool) -> Tensor | Losses:

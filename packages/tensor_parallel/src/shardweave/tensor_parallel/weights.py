@@ -5,7 +5,8 @@
     Then backward computes the input's gradient only, and puts a function into the queue that adds the
     weight's gradient to ``.grad`` when the pipeline has time. The bias' gradient, a sum, is not worth
     deferring. Hooks that were registered on the weight itself (``Tensor.register_hook``) do not see a
-    deferred gradient.
+    deferred gradient. Where nobody said beforehand that a queue may be there (``gradient_work(weight).deferrable``),
+    and nothing is sent, the layers leave the product to torch's own autograd, which is quicker.
 
 [Note: Weights are not saved tensors]
     The weights are read from the parameters again in backward. A copy that saved-tensor hooks made
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from shardweave.comm import WeightGradients, gradient_work
 
-__all__ = ["ReadAgain", "now_or_later", "queue_of"]
+__all__ = ["ReadAgain", "may_be_put_off", "now_or_later", "queue_of"]
 
 
 class ReadAgain:
@@ -50,6 +51,11 @@ class ReadAgain:
 def _version(parameter: Tensor) -> int:
     """How often it was written to; of one made in inference mode, which has no backward pass, nobody counts that."""
     return 0 if parameter.is_inference() else parameter._version
+
+
+def may_be_put_off(parameter: Tensor) -> bool:
+    """Whether backward may find a queue, for what forward computes now. See [Note: Deferred weight gradients]."""
+    return gradient_work(parameter).deferrable
 
 
 def queue_of(weights: Sequence[Tensor], wanted: Sequence[bool]) -> WeightGradients | None:
