@@ -122,7 +122,7 @@ def handed_on(root: Path) -> Record | None:
         parameters, validation = trainer.full_parameters(), trainer.evaluate()
         mesh.close()
     assert validation is not None
-    record = Record([*losses, validation], norms, parameters)
+    record = Record([*losses, validation.loss], norms, parameters)
     return record if dist.get_rank() == 0 else None
 
 
@@ -133,7 +133,9 @@ def alone() -> Record:
     validation = trainer.evaluate()
     assert validation is not None
     losses = [result.loss for result in results]
-    return Record([*losses, validation], [result.grad_norm for result in results], trainer.full_parameters())
+    return Record(
+        [*losses, validation.loss], [result.grad_norm for result in results], trainer.full_parameters()
+    )
 
 
 @pytest.mark.timeout(200)

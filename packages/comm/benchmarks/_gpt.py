@@ -11,7 +11,7 @@ from shardweave.comm import Axis, Compression, GradientBuckets
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_dataset
 from shardweave.launcher.data.order import SampleOrder
-from shardweave.launcher.evaluation import evaluation_batches
+from shardweave.launcher.data.validation import evaluation_batches, validation_sources
 from shardweave.models import Transformer, TransformerConfig
 
 __all__ = ["RATES", "Loop", "Run", "describe"]
@@ -76,7 +76,8 @@ class Loop:
     @torch.no_grad()
     def validation_loss(self) -> float:
         """On text that is never trained on; the same on every rank."""
-        batches = list(evaluation_batches(self._corpus, 16, 1, 0))
+        [source] = validation_sources(self._corpus)
+        batches = list(evaluation_batches(source, 64, 16, 1, 0))
         total = sum(float(self.model.loss(self.model(batch.inputs), batch.targets)) for batch in batches)
         return total / sum(batch.targets.numel() for batch in batches)
 

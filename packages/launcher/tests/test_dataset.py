@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 
 from shardweave.launcher.data.batches import Batches
 from shardweave.launcher.data.blend import BlendOrder
-from shardweave.launcher.data.dataset import IGNORED, Dataset
+from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.data.errors import DataError
 from shardweave.launcher.data.tokens import ArrayTokens
-from shardweave.launcher.evaluation import evaluation_batches
 
 
 def _dataset(tokens: int, sequence: int, validation: float = 0.0) -> Dataset:
@@ -43,7 +41,6 @@ def test_b112_too_little_text_is_an_error_with_the_numbers() -> None:
 def test_b112_a_split_that_rounds_to_nothing_is_no_validation() -> None:
     data = _dataset(41, 4, 0.03)
     assert (data.num_train, data.num_validation) == (10, 0)
-    assert evaluation_batches(data, 2, 1, 0) == []
     data = _dataset(401, 4, 0.05)
     assert (data.num_train, data.num_validation) == (95, 5)
     assert _dataset(5, 4, 0.99).num_train == 1
@@ -77,22 +74,3 @@ def test_an_epoch_trains_on_every_sample_once() -> None:
             (batch,) = batches.at(10 * step)
             seen += batch.samples.tolist()
     assert sorted(seen) == list(range(100))
-
-
-@pytest.mark.parametrize(("replicas", "micro"), [(1, 1), (1, 3), (2, 3), (4, 2), (8, 3)])
-def test_evaluation_counts_each_sample_once_for_any_number_of_ranks(replicas: int, micro: int) -> None:
-    data = _dataset(401, 4, 0.05)
-    of_rank = [evaluation_batches(data, micro, replicas, rank) for rank in range(replicas)]
-    counting = [batch for batches in of_rank for batch in batches if bool((batch.targets != IGNORED).any())]
-    assert sorted(sample for batch in counting for sample in batch.samples.tolist()) == [95, 96, 97, 98, 99]
-    assert all(bool((batch.targets != IGNORED).all()) for batch in counting)
-    assert {len(batches) for batches in of_rank} == {math.ceil(math.ceil(5 / micro) / replicas)}
-
-
-def test_evaluation_is_bounded_and_spread() -> None:
-    data = _dataset(40_001, 4, 0.5)
-    (batches,) = [evaluation_batches(data, 16, 1, 0)]
-    samples = [sample for batch in batches for sample in batch.samples.tolist()]
-    assert len(samples) == 64
-    assert samples[0] == data.num_train
-    assert samples[-1] > data.num_train + 0.95 * data.num_validation

@@ -78,6 +78,12 @@ def test_a_terminal_gets_a_bar_and_settings_override() -> None:
     assert _shown(True, [_record(7)], metrics={"console": "none"}) == ""
     assert "norm 0.500" in _shown(True, [_record(7)], metrics={"console": "lines"})
     assert "validation 2.250" in _shown(True, [_record(7), {"step": 7, "validation_loss": 2.25}])
+    known = {"step": 7, "validation_loss": 2.25, "validation_bits_per_byte": 0.5}
+    assert "validation 2.250 (0.500 bits per byte)" in _shown(True, [_record(7), known])
+    several = known | {"validation_losses": {"wiki": 2.0, "code": "NaN"}}
+    assert _shown(False, [several]).splitlines()[0] == (
+        "step  7/40  validation loss 2.2500 (0.5000 bits per byte)  wiki 2.0000  code nan"
+    )
 
 
 def test_rows_keep_their_lines_in_a_file() -> None:
@@ -122,14 +128,15 @@ def test_metrics_are_followed_over_torn_lines_and_a_new_file(tmp_path: Path) -> 
 def test_the_summary_names_everything(tmp_path: Path, seconds: float | None) -> None:
     run = RunDirectory(tmp_path / "a run")
     run.path.mkdir()
-    lines = [_record(1, 5.545), {"step": 1, "validation_loss": 3.0}, _record(2, 3.25)]
+    evaluation = {"step": 1, "validation_loss": 3.0, "validation_bits_per_byte": 4.25}
+    lines = [_record(1, 5.545), evaluation, _record(2, 3.25)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     checkpoint = run.checkpoints / "step-00000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "complete").touch()
     rows = dict(summary(run, seconds))
     took = "already complete" if seconds is None else "in 1:15"
-    assert rows["done"] == f"2 steps {took}, loss 5.545 -> 3.250, validation 3.000"
+    assert rows["done"] == f"2 steps {took}, loss 5.545 -> 3.250, validation 3.000 (4.250 bits per byte)"
     assert rows["speed"] == "1,024 tokens/s, at most 0.31 GiB on a rank"
     assert rows["checkpoint"] == str(checkpoint)
     assert rows["next"] == f'shardweave generate "{run.path}" --prompt "def "'

@@ -39,14 +39,14 @@ def _metrics(step: int, loss: float = 2.0) -> StepMetrics:
 def test_a_step_has_the_contracts_keys_and_numbers_are_not_rounded(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "run" / "metrics.jsonl", keep_steps=0)
     file.write(_metrics(1).record())
-    file.write({"step": 1, "validation_loss": 2.5})
+    file.write({"step": 1, "validation_loss": 2.5, "validation_losses": {"wiki": float("nan"), "code": 1.5}})
     first, second = (
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     )
     assert set(first) == {key.strip() for key in KEYS.split(",")} | {"balance_loss"}
     assert first["grad_norm"] == 0.1 + 0.2
     assert first["mfu"] is None
-    assert second == {"step": 1, "validation_loss": 2.5}
+    assert second == {"step": 1, "validation_loss": 2.5, "validation_losses": {"wiki": "NaN", "code": 1.5}}
     file.close()
 
 

@@ -103,6 +103,9 @@ class Run(_Block):
     """``auto``: the accelerator where there is one, else the CPU."""
     eval_every: Natural = 20
     """Steps between evaluations on the validation samples; 0: never."""
+    eval_samples: Literal["all"] | Count = 64
+    """How many of the validation samples an evaluation looks at, spread over them and the same each time; all: every
+    one."""
     log_every: Count = 1
     """Steps between lines of the console when it is not a terminal; metrics.jsonl always has every step."""
 

@@ -85,6 +85,15 @@ def _experts(record: Mapping[str, Any]) -> str:
     return f"busiest expert {_number(record['expert_load']):.2f}x{left_out}  "
 
 
+def _validation(record: Mapping[str, Any], digits: int) -> str:
+    """What an evaluation found: the loss, bits per byte where they are known, and a loss of each of several sources."""
+    text = f"{_number(record['validation_loss']):.{digits}f}"
+    if record.get("validation_bits_per_byte") is not None:
+        text += f" ({_number(record['validation_bits_per_byte']):.{digits}f} bits per byte)"
+    each = record.get("validation_losses", {})
+    return "  ".join([text, *(f"{name} {_number(loss):.{digits}f}" for name, loss in each.items())])
+
+
 class _Silent:
     def record(self, record: Mapping[str, Any]) -> None:
         pass
@@ -106,7 +115,7 @@ class _Lines:
         step, steps = record["step"], self._config.run.steps
         where = f"step {step:>{len(str(steps))}}/{steps}"
         if "validation_loss" in record:
-            self.message(f"{where}  validation loss {_number(record['validation_loss']):.4f}")
+            self.message(f"{where}  validation loss {_validation(record, 4)}")
         elif step % self._config.run.log_every == 0 or step == steps:
             left = (steps - step) * _number(record["step_seconds"])
             self.message(
@@ -127,7 +136,7 @@ class _Bar:
     """A progress bar over a line with the numbers of the last step; sentences scroll by above them::
 
     step 20/60 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ left 0:00:40
-    loss 3.036  validation 2.940  3.1k tokens/s  0.0022 TFLOP/s  0.31 GiB
+    loss 3.036  validation 2.940 (4.242 bits per byte)  3.1k tokens/s  0.0022 TFLOP/s  0.31 GiB
     """
 
     def __init__(self, config: Config, console: Console) -> None:
@@ -147,7 +156,7 @@ class _Bar:
 
     def record(self, record: Mapping[str, Any]) -> None:
         if "validation_loss" in record:
-            self._validation = f"  validation {_number(record['validation_loss']):.3f}"
+            self._validation = f"  validation {_validation(record, 3)}"
         else:
             self._record = record
             left = (self._steps - record["step"]) * _number(record["step_seconds"])

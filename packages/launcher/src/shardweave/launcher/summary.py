@@ -30,6 +30,8 @@ def summary(run: RunDirectory, seconds: float | None, start: int = 0) -> Iterato
         text = f"{last['step']} steps {took}, loss {_short(first['loss'])} -> {_short(last['loss'])}"
         if evaluations:
             text += f", validation {_short(evaluations[-1]['validation_loss'])}"
+            bits = evaluations[-1].get("validation_bits_per_byte")
+            text += "" if bits is None else f" ({_short(bits)} bits per byte)"
         yield "done", text
         rate = sum(record["tokens"] for record in steps) / sum(record["step_seconds"] for record in steps)
         peak = max(record["memory_gib"] for record in steps)

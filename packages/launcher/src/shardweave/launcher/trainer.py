@@ -20,8 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_index, sharding_of
@@ -31,9 +34,12 @@ from shardweave.launcher.corpus import open_dataset
 from shardweave.launcher.data.batches import Batches, BatchSource
 from shardweave.launcher.data.blend import BlendOrder
 from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
-from shardweave.launcher.evaluation import evaluation_batches
+from shardweave.launcher.data.validation import validation_sources
+from shardweave.launcher.evaluation import Evaluation, evaluate
 from shardweave.launcher.learning_rate import learning_rate
+from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.statistics import StepStatistics, is_due, step_statistics, watching
+from shardweave.launcher.words import tokenizer_of
 from shardweave.models import MicroBatchRouters, RouterStatistics, StepRouters, parameter_shapes
 
 __all__ = ["Record", "StepResult", "Trainer", "recorded", "train_in_process"]
@@ -159,27 +165,25 @@ class Trainer:
             statistics=statistics,
         )
 
-    def evaluate(self) -> float | None:
-        """Mean loss per token over the validation samples (a bounded number, always the same); None without any.
+    def evaluate(self) -> Evaluation | None:
+        """Mean loss per token over `run.eval_samples` validation samples, always the same ones; None without any.
 
-        Training is not affected: no gradient, no dropout, no random number. Every rank calls it, as :meth:`step`:
+        Training is not affected: no gradient, no dropout, no random number. Every rank calls it, as :meth:`train_step`:
         each evaluates its part of the samples and of the model.
         """
-        parts = self.parts
-        if self.dataset is None or self.dataset.num_validation == 0:
+        if self.dataset is None:
             return None
-        mine = evaluation_batches(self.dataset, parts.plan.micro, self.mesh.dp.size, self.mesh.dp.rank)
-        micro_batches = [batch.to(parts.device) for batch in mine]
-        parts.train(False)
-        total = parts.pipeline.evaluate(
-            [batch.inputs for batch in micro_batches],
-            [batch.targets for batch in micro_batches],
-            micro_batches=len(micro_batches),
-            arguments=[{"documents": batch.documents} for batch in micro_batches],
-        )
-        parts.train()
-        tokens = self._sum(sum(_valid(batch) for batch in micro_batches))
-        return self._loss(total) / tokens
+        most = self.config.run.eval_samples
+        sources = validation_sources(self.dataset)
+        return evaluate(self.parts, self.mesh, sources, None if most == "all" else most, self._token_bytes)
+
+    @cached_property
+    def _token_bytes(self) -> NDArray[np.int32]:
+        """Of every token, or of none where the tokenizer's files are gone: tokens in files are trained on without."""
+        try:
+            return tokenizer_of(self.config).token_bytes
+        except ConfigError:
+            return np.empty(0, np.int32)
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, whatever this rank holds of it."""

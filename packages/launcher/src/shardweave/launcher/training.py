@@ -111,10 +111,10 @@ class Training:
         return stop
 
     def _evaluate(self) -> None:
-        loss = self.trainer.evaluate()
-        if loss is not None:
+        found = self.trainer.evaluate()
+        if found is not None:
             norm = self.trainer.parameter_norm()
-            self._record({"step": self.trainer.step, "validation_loss": loss, "parameter_norm": norm})
+            self._record({"step": self.trainer.step, **found.record(), "parameter_norm": norm})
 
     def _save(self) -> None:
         path = save(
