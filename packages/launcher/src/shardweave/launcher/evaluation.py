@@ -78,8 +78,9 @@ def evaluate(
     tokens, text = all_reduce(sums[:, 1:].contiguous(), mesh.dp).t().tolist()
     total, num_bytes = sum(losses), sum(text)
     means = {
-        source.name: loss / max(count, 1.0)
+        source.name: loss / count
         for source, loss, count in zip(sources, losses, tokens, strict=True)
+        if count
     }
     return Evaluation(
         loss=total / max(sum(tokens), 1.0),
