@@ -27,7 +27,7 @@ from .ledger import Ledger
 if TYPE_CHECKING:
     from .background import Background
     from .guards import Guard
-    from .near import Circle, Neighbours
+    from .near import Circle, Messenger, Neighbours
 
 __all__ = ["Axis"]
 
@@ -120,6 +120,13 @@ class Axis:
         if self.neighbours is None or self.group is None:
             return None
         return self.neighbours.circle(self.ranks, f"{self.group.group_name} {self.channel}")
+
+    @cached_property
+    def messenger(self) -> Messenger | None:
+        """What its ranks send each other through memory; ``None`` where this one shares none."""
+        if self.neighbours is None or self.group is None:
+            return None
+        return self.neighbours.messenger(str(self.group.group_name))
 
     @cached_property
     def group_ranks(self) -> tuple[int, ...]:

@@ -21,9 +21,11 @@ class CommOptions:
     pass: compression, sums over replicas. It takes a process group and a stream more for each. Axes that go in two
     levels are prepared anyway."""
     shared_memory: bool = True
-    """Whether ranks of one host all-reduce, reduce-scatter and all-gather tensors of the CPU through memory that they
-    share, in a fraction of the processor time that sockets take. Each rank keeps as much as it ever had under way: up
-    to 16 MiB for what is waited for at once, and what was launched and not waited for, calls of up to 4 MiB each."""
+    """Whether ranks of one host all-reduce, reduce-scatter, all-gather, send and receive tensors of the CPU through
+    memory that they share, in a fraction of the processor time that sockets take. Each rank keeps as much as it ever
+    had under way: up to 16 MiB for what is waited for at once, and calls of up to 4 MiB each that were launched and not
+    waited for, or sent and not received. Such a send is over when it was launched, also where the other rank never
+    receives it."""
     watch: float | None = None
     """Seconds of waiting after which the watchdog prints a report: who is missing, what every rank is in, all stacks.
     ``None``: a fifth of the mesh's timeout; 0: no watchdog."""

@@ -9,7 +9,7 @@
 [Note: Sizes are checked before the wire]
     A receive buffer smaller than the message makes gloo throw in C++, which ends the process with SIGABRT and
     no traceback. Whoever cannot know the size sends a header first, as the pipeline does; in debug mode both ends
-    compare dtype and size before they post.
+    compare dtype and size before they post. Between ranks of one host that is an error that names both sizes.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def exchange(messages: Sequence[Message]) -> list[Pending[Tensor]]:
     works: Sequence[StreamWork]
     tickets: Sequence[Ticket | None] = [None] * len(messages)
     if axis.guard is None:
-        works = post(axis, operations)
+        works = _posted(axis, operations)
     else:
-        works, tickets = axis.guard.post(axis, operations, post)
+        works, tickets = axis.guard.post(axis, operations, _posted)
     return [
         _pending(message, operation[1], work, ticket)
         for message, operation, work, ticket in zip(messages, operations, works, tickets, strict=True)
@@ -108,6 +108,25 @@ def send(tensor: Tensor, axis: Axis, to: int, tag: int = 0) -> Tensor:
 def receive(tensor: Tensor, axis: Axis, source: int, tag: int = 0) -> Tensor:
     """Fills ``tensor`` in place with what position ``source`` sends, and returns it."""
     return start_receive(tensor, axis, source, tag).wait()
+
+
+def _posted(axis: Axis, operations: Sequence[tuple[str, Tensor, int, int]]) -> Sequence[StreamWork]:
+    """Each through memory where its ends share some, else by the backend; arguments as in :func:`post`."""
+    messenger = axis.messenger
+    if messenger is None:
+        return post(axis, operations)
+    works: list[StreamWork | None] = []
+    others = []
+    for operation in operations:
+        kind, buffer, position, tag = operation
+        peer, work = axis.ranks[position], None
+        if messenger.takes(buffer, peer):
+            work = (messenger.send if kind == "send" else messenger.receive)(buffer, peer, tag)
+        else:
+            others.append(operation)
+        works.append(work)
+    rest = iter(post(axis, others))
+    return [next(rest) if work is None else work for work in works]
 
 
 def post(axis: Axis, operations: Sequence[tuple[str, Tensor, int, int]]) -> list[dist.Work]:

@@ -378,7 +378,8 @@ class Comm(_Block):
     links say, which are measured at the start over several nodes. It takes equally many ranks, two or more, on each
     node."""
     shared_memory: Flag = True
-    """Whether ranks of one host all-reduce, reduce-scatter and all-gather tensors of the CPU through shared memory."""
+    """Whether ranks of one host all-reduce, reduce-scatter, all-gather, send and receive tensors of the CPU through
+    shared memory."""
     bucket_mb: Annotated[Positive, Field(le=1e6)] = 25
     """Size of the buckets in which gradients travel."""
     timeout: Annotated[Number, Field(ge=1, le=604_800)] = 300

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..stream import StreamWork
 from ..text import ranks_text
 from .call_sites import call_site
 from .progress import Ticket
@@ -74,7 +75,7 @@ class Agreement:
         if error is not None:
             raise error
 
-    def message(self, ticket: Ticket, post: Callable[[], dist.Work], tag: int) -> AgreedMessage:
+    def message(self, ticket: Ticket, post: Callable[[], StreamWork], tag: int) -> AgreedMessage:
         """Begins to agree on a send or receive; ``post`` posts it. ``tag``: the caller's."""
         call, peer = ticket.call, ticket.call.peer
         if peer is None:
@@ -119,11 +120,11 @@ class AgreedMessage:
     """A send or receive that is posted when both ends agree. See [Note: A message is agreed on beside the program]."""
 
     def __init__(
-        self, compare: Callable[[], None], post: Callable[[], dist.Work], before: threading.Event | None
+        self, compare: Callable[[], None], post: Callable[[], StreamWork], before: threading.Event | None
     ) -> None:
         self.settled = threading.Event()
         """Set when it has been posted, or never will be."""
-        self._work: dist.Work | None = None
+        self._work: StreamWork | None = None
         self._error: BaseException | None = None
         steps = (compare, post, before)
         threading.Thread(target=self._run, args=steps, name=AGREEING, daemon=True).start()
@@ -140,7 +141,7 @@ class AgreedMessage:
         return self.settled.is_set() and (self._work is None or self._work.is_completed())
 
     def _run(
-        self, compare: Callable[[], None], post: Callable[[], dist.Work], before: threading.Event | None
+        self, compare: Callable[[], None], post: Callable[[], StreamWork], before: threading.Event | None
     ) -> None:
         try:
             compare()

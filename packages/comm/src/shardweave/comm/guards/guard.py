@@ -28,7 +28,7 @@ __all__ = ["Guard", "watch_limit"]
 
 Operation: TypeAlias = tuple[str, Tensor, int, int]
 """``send`` or ``receive``, a contiguous buffer, the peer's position, the tag."""
-Post: TypeAlias = Callable[[Axis, Sequence[Operation]], Sequence[dist.Work]]
+Post: TypeAlias = Callable[[Axis, Sequence[Operation]], Sequence[StreamWork]]
 
 _SHARE = 5
 """The default limit is this part of the timeout: time for a look into the report before the job ends of it."""
@@ -140,5 +140,5 @@ def watch_limit(watch: float | None, timeout: float) -> float:
     return watch
 
 
-def _post_one(post: Post, axis: Axis, operation: Operation) -> dist.Work:
+def _post_one(post: Post, axis: Axis, operation: Operation) -> StreamWork:
     return post(axis, [operation])[0]

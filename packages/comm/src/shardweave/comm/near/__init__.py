@@ -7,11 +7,12 @@ then combined. Here a rank writes what the others need into memory that they can
     rank 1   [buffer] <--a op b-- its own ------/
 
 ``region``: the memory of a rank, and how others see it. ``meeting``: how ranks find each other. ``neighbours``: the
-notices. ``collectives``: what is made of them.
+notices. ``collectives`` and ``messages``: what is made of them.
 """
 
 from __future__ import annotations
 
+from .messages import Messenger
 from .neighbours import Circle, Neighbours
 
-__all__ = ["Circle", "Neighbours"]
+__all__ = ["Circle", "Messenger", "Neighbours"]

@@ -11,11 +11,16 @@ its next notice, so places in a region are used in turns, two of them where ever
     Of the threads that wait one polls the connections, without the lock, and wakes the others. What it waits for may be
     read by a thread that came for something else while it polls, and then there is nothing left to wake it: so who
     reads something while another thread polls rings its bell.
+
+[Note: Who only receives]
+    What was read is said with the next notice, and a rank that only receives sends none. So when enough of a peer's
+    memory waits for that word it gets one of its own, unless the connection is full: then the next one will do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import socket
@@ -23,6 +28,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,12 +36,25 @@ from hashlib import blake2b
 from torch import Tensor
 
 from .meeting import Contact, meet
+from .messages import Arrival, Line, Messenger
 from .region import Region, Window
 
 __all__ = ["Circle", "Neighbours", "Round"]
 
 _HEADER = struct.Struct("<8sQQQ")
-"""Circle, number of the call, offset, bytes; behind it the offsets of what was read, 8 bytes each."""
+"""Circle, number of the call, offset, bytes; behind it the offsets of what was read, 8 bytes each. Of a message: its
+group, its tag with :data:`_MESSAGE`, offset, bytes. Number 0: nothing but what was read."""
+
+_MESSAGE = 1 << 63
+
+_NOTHING = bytes(8)
+"""The circle of who says only what was read."""
+
+_OWED, _OWED_BYTES = 16, 1 << 21
+"""Messages that were read, and bytes of them, at which their sender is told. See [Note: Who only receives]."""
+
+_CROWDED = 8
+"""Places in this rank's region at which it looks, before it takes one more, what was said of them."""
 
 _MOST_READ = 1000
 """Offsets in one notice."""
@@ -55,6 +74,10 @@ class Neighbours:
         """Offset and bytes, by peer, circle and number."""
         self._read: dict[int, list[int]] = {peer: [] for peer in contacts}
         """Offsets in a peer's region that it is yet to be told of."""
+        self._owed: dict[int, int] = dict.fromkeys(contacts, 0)
+        """Bytes of messages among them."""
+        self._lines: dict[tuple[int, bytes, int], Line] = {}
+        """Of messages, by peer, group and tag; those of which one end is here and the other is not."""
         self._gone: set[int] = set()
         self._news = threading.Condition()
         self._someone_polls = False
@@ -85,6 +108,15 @@ class Neighbours:
             return None
         key = blake2b(f"{use} {tuple(ranks)}".encode(), digest_size=8).digest()
         return Circle(self, key, tuple(ranks), list(ranks).index(self._rank))
+
+    def messenger(self, use: str) -> Messenger:
+        """For messages between any two of this host. ``use``: keeps groups apart."""
+        return Messenger(self, use)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that this rank's region takes by now."""
+        return os.fstat(self._region.descriptor).st_blocks * 512
 
     def close(self) -> None:
         """Ends the connections. May be called twice."""
@@ -119,11 +151,7 @@ class Neighbours:
         """A notice to each of the ``peers``."""
         with self._news:
             for peer in peers:
-                read = self._read[peer]
-                said, self._read[peer] = read[:_MOST_READ], read[_MOST_READ:]
-                self._send(
-                    peer, _HEADER.pack(key, number, offset, nbytes) + struct.pack(f"<{len(said)}Q", *said)
-                )
+                self._send(peer, self._notice(peer, key, number, offset, nbytes))
 
     def let_go(self, offset: int) -> None:
         """This rank itself does not need what lies there in its own region."""
@@ -139,6 +167,77 @@ class Neighbours:
         """What lay there is not needed any more; the peer is told with the next notice."""
         with self._news:
             self._read[peer].append(offset)
+
+    # --- for messages
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._connections
+
+    def send(self, peer: int, key: bytes, tag: int, address: int, nbytes: int) -> bool:
+        """Copies a message to where ``peer`` can read it, and says so; False: the peer is gone."""
+        with self._news:
+            if self._region.places >= _CROWDED:
+                self._read_all()
+            offset = self._region.take(nbytes, (peer,), grow=False)
+            if offset is None:
+                self._read_all()
+                offset = self._region.take(nbytes, (peer,), grow=True)
+            assert offset is not None
+            _, start = self._region.mapped(offset + nbytes)
+            ctypes.memmove(start + offset, address, nbytes)
+            sent = self._send(peer, self._notice(peer, key, tag | _MESSAGE, offset, nbytes))
+            if not sent:
+                self._region.let_go(offset, peer)
+            return sent
+
+    def expect(self, arrival: Arrival) -> None:
+        """What comes next of its line is for it."""
+        line = arrival.peer, arrival.key, arrival.tag
+        with self._news:
+            waiting = self._lines.get(line)
+            if waiting is None:
+                self._lines[line] = Line(deque(), deque([arrival]))
+            elif waiting.arrived:
+                arrival.found = waiting.arrived.popleft()
+                if not waiting.arrived:
+                    del self._lines[line]
+            else:
+                waiting.wanted.append(arrival)
+
+    def is_there(self, arrival: Arrival) -> bool:
+        """Whether it is."""
+        if arrival.found is None:
+            with self._news:
+                self._read_all()
+        return arrival.found is not None
+
+    def arrived(self, arrival: Arrival) -> tuple[int, int]:
+        """Waits for it; its offset and bytes.
+
+        Raises:
+            RuntimeError: the peer is gone, or did not come in time.
+        """
+        if arrival.found is None:
+            end = time.monotonic() + self._timeout
+            with self._news:
+                while arrival.found is None:
+                    self._more(arrival.peer, end)
+        assert arrival.found is not None
+        return arrival.found
+
+    def read(self, peer: int, offset: int, nbytes: int, address: int) -> None:
+        """Copies what lies in a peer's region to ``address``, and is done with it."""
+        memory, start = self._windows[peer].mapped(offset + nbytes)
+        ctypes.memmove(address, start + offset, nbytes)
+        del memory
+        with self._news:
+            read = self._read[peer]
+            read.append(offset)
+            self._owed[peer] += nbytes
+            if len(read) >= _OWED or self._owed[peer] >= _OWED_BYTES:
+                self._tell_what_was_read(peer)
+
+    # --- for circles
 
     def heard(self, peer: int, key: bytes, number: int) -> bool:
         """Whether that notice is here."""
@@ -156,21 +255,45 @@ class Neighbours:
         wanted, end = (peer, key, number), time.monotonic() + self._timeout
         with self._news:
             while wanted not in self._arrived:
-                if self._receive(peer):
-                    continue
-                if peer in self._gone:
-                    raise RuntimeError(
-                        f"Connection closed by peer: rank {peer}, on the host of rank {self._rank}, has ended"
-                    )
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise RuntimeError(
-                        f"Timed out waiting {self._timeout:g} s for rank {peer}, on the host of rank {self._rank}"
-                    )
-                self._wait(left)
+                self._more(peer, end)
             return self._arrived.pop(wanted)
 
     # --- with the lock held
+
+    def _more(self, peer: int, end: float) -> None:
+        """Reads a notice of ``peer``, or waits for anybody's. RuntimeError: it is gone, or it is later than ``end``."""
+        if self._receive(peer):
+            return
+        if peer in self._gone:
+            raise RuntimeError(
+                f"Connection closed by peer: rank {peer}, on the host of rank {self._rank}, has ended"
+            )
+        left = end - time.monotonic()
+        if left <= 0:
+            raise RuntimeError(
+                f"Timed out waiting {self._timeout:g} s for rank {peer}, on the host of rank {self._rank}"
+            )
+        self._wait(left)
+
+    def _notice(self, peer: int, key: bytes, number: int, offset: int, nbytes: int) -> bytes:
+        """With what the peer is yet to be told."""
+        notice = _HEADER.pack(key, number, offset, nbytes)
+        if not (read := self._read[peer]):
+            return notice
+        said, self._read[peer] = read[:_MOST_READ], read[_MOST_READ:]
+        self._owed[peer] = 0
+        return notice + struct.pack(f"<{len(said)}Q", *said)
+
+    def _tell_what_was_read(self, peer: int) -> None:
+        """In a notice of its own, if there is room for it."""
+        before = self._read[peer]
+        notice = self._notice(peer, _NOTHING, 0, 0, 0)
+        try:
+            self._connections[peer].send(notice)
+        except BlockingIOError:
+            self._read[peer] = before
+        except OSError:  # it is gone, which who waits for it is told
+            return
 
     def _wait(self, seconds: float) -> None:
         """Until there is something to be read, or another thread has read something: [Note: One polls for all]."""
@@ -217,18 +340,34 @@ class Neighbours:
             self._gone.add(peer)
             return False
         key, number, offset, nbytes = _HEADER.unpack_from(said)
-        self._arrived[peer, key, number] = offset, nbytes
-        for (read,) in struct.iter_unpack("<Q", said[_HEADER.size :]):
-            self._region.let_go(read, peer)
+        if number & _MESSAGE:
+            self._deliver((peer, key, number ^ _MESSAGE), (offset, nbytes))
+        elif number:
+            self._arrived[peer, key, number] = offset, nbytes
+        if len(said) > _HEADER.size:
+            for (read,) in struct.iter_unpack("<Q", said[_HEADER.size :]):
+                self._region.let_go(read, peer)
         return True
 
-    def _send(self, peer: int, notice: bytes) -> None:
-        """To a peer that is gone nothing is sent: who waits for it is told."""
+    def _deliver(self, line: tuple[int, bytes, int], found: tuple[int, int]) -> None:
+        """A message, to who asked first, or to be asked for."""
+        waiting = self._lines.get(line)
+        if waiting is None:
+            self._lines[line] = Line(deque([found]), deque())
+        elif waiting.wanted:
+            waiting.wanted.popleft().found = found
+            if not waiting.wanted:
+                del self._lines[line]
+        else:
+            waiting.arrived.append(found)
+
+    def _send(self, peer: int, notice: bytes) -> bool:
+        """Whether it was sent: to a peer that is gone nothing is, and who waits for it is told."""
         end = time.monotonic() + self._timeout
         while peer not in self._gone:
             try:
                 self._connections[peer].send(notice)
-                return
+                return True
             except BlockingIOError:  # it has hundreds of notices to read
                 if time.monotonic() > end:
                     raise RuntimeError(
@@ -240,7 +379,8 @@ class Neighbours:
                 # Milliseconds, and then looks again: the peer may wait in the same way for this rank.
                 writable.poll(50)
             except OSError:
-                return
+                return False
+        return False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ kernel takes the memory back, however that process ended. Pages cost memory once
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Iterable
@@ -27,16 +28,23 @@ class Window:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._mapped: mmap.mmap | None = None
+        self._mapped: tuple[mmap.mmap, int] | None = None
+        """With its address."""
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """What lies at ``offset``, of the dtype and shape of ``like``, which is not empty. No copy."""
-        mapped = self._mapped  # read once: another thread may put an older view there meanwhile
-        if mapped is None or offset + like.nbytes > len(mapped):
-            # The old one goes with the last tensor on it.
-            self._mapped = mapped = mmap.mmap(self.descriptor, 0)
+        mapped, _ = self.mapped(offset + like.nbytes)
         flat = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)
+
+    def mapped(self, size: int) -> tuple[mmap.mmap, int]:
+        """A mapping of ``size`` bytes or more, to be kept for as long as it is looked at, and its address."""
+        mapped = self._mapped  # read once: another thread may put an older view there meanwhile
+        if mapped is None or size > len(mapped[0]):
+            # The old one goes with the last tensor on it.
+            memory = mmap.mmap(self.descriptor, 0)
+            self._mapped = mapped = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return mapped
 
     def close(self) -> None:
         """Lets go of it; tensors on it stay good. May be called twice."""
@@ -90,6 +98,11 @@ class Region(Window):
     def leave(self, offset: int) -> None:
         """Nobody was told of what lies at ``offset``, and nobody will be."""
         del self._taken[offset]
+
+    @property
+    def places(self) -> int:
+        """That somebody is yet to read."""
+        return len(self._taken)
 
     @property
     def taken(self) -> int:
