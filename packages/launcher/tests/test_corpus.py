@@ -16,7 +16,9 @@ from shardweave.launcher.data.tokens import ArrayTokens
 
 
 def _open(source: str | Path) -> ArrayTokens:
-    return open_corpus(str(source), ByteTokenizer())
+    tokens = open_corpus(str(source), ByteTokenizer())
+    assert isinstance(tokens, ArrayTokens)
+    return tokens
 
 
 def _text(source: str | Path) -> bytes:

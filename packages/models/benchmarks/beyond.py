@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    text = torch.from_numpy(open_corpus("builtin", ByteTokenizer()).tokens.astype("int64"))
+    corpus = open_corpus("builtin", ByteTokenizer())
+    text = torch.from_numpy(corpus.read(0, len(corpus)).astype("int64"))
     cut = len(text) * 95 // 100
     rows: list[dict[str, Value]] = []
     for position in POSITIONS:

@@ -1,8 +1,9 @@
 """The text of a source as one row of tokens.
 
-A source is ``builtin``, a file, a directory or a glob; see `texts` for the files. Documents follow each other in a
-fixed order, each closed by the end-of-text token, so every rank that reads the same source has the same array; its
-fingerprint proves it.
+A source is ``builtin``, a file, a directory or a glob of text (see `texts` for the files), or the prefix of a pair of
+files with tokens (see `indexed`), which are read where they lie. Documents of text follow each other in a fixed order,
+each closed by the end-of-text token, so every rank that reads the same source has the same array; its fingerprint
+proves it.
 
 The built-in source is the Python standard library's own source files, in the order of their paths: real text that
 is on every machine, over 10 MB, without a download. It differs between versions of Python, which the fingerprint
@@ -21,28 +22,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.indexed import IndexedTokens, prefix_of
 from shardweave.launcher.data.texts import Kind, TextFile, documents, find_texts
 from shardweave.launcher.data.tokenizer import Tokenizer
-from shardweave.launcher.data.tokens import ArrayTokens
+from shardweave.launcher.data.tokens import ArrayTokens, Tokens
 
 __all__ = ["open_corpus"]
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def open_corpus(source: str, words: Tokenizer, field: str = "text") -> ArrayTokens:
-    """The tokens of a source: ``builtin``, a file, a directory or a glob.
+def open_corpus(source: str, words: Tokenizer, field: str = "text") -> Tokens:
+    """The tokens of a source: ``builtin``, a file, a directory or a glob of text, or a prefix of built files.
 
     `field`: where the text is in a line or a row.
 
     Raises:
         DataError: for a source that is not there, cannot be read, is not text, or holds no text; it names the file
-            (and for ``.jsonl`` the line).
+            (and for ``.jsonl`` the line). For built files that are damaged, or of another tokenizer than `words`.
     """
+    if (prefix := prefix_of(source)) is not None:
+        return _built(prefix, words)
     files = _builtin() if source == "builtin" else find_texts(source)
     tokens = ArrayTokens.of(source, _closed(_documents(files, field), words))
     if not tokens.documents:
         raise DataError(f"{source} holds no text: every document in it is empty")
+    return tokens
+
+
+def _built(prefix: Path, words: Tokenizer) -> IndexedTokens:
+    """Built files, when `words` speaks their language: ids of another one train without complaint."""
+    tokens = IndexedTokens(prefix)
+    told = tokens.sidecar.tokenizer if tokens.sidecar else None
+    if told and told.fingerprint != words.fingerprint:
+        raise DataError(
+            f"{prefix} was built by the tokenizer {told.name}, and data.tokenizer {words.name} makes other tokens; "
+            f"set data.tokenizer={told.name}, or build the text again"
+        )
+    if told and told.end_of_text not in (None, words.end_of_text):
+        raise DataError(
+            f"{prefix} has token {told.end_of_text} behind its documents, and data.end_of_text is {words.end_of_text}; "
+            f"set data.end_of_text={told.end_of_text}"
+        )
+    if not told and (highest := tokens.highest_sampled()) >= words.vocab:
+        raise DataError(
+            f"{prefix} holds token {highest}, and data.tokenizer {words.name} has {words.vocab} tokens; set "
+            "data.tokenizer to the one that built it"
+        )
     return tokens
 
 

@@ -31,7 +31,7 @@ from shardweave.launcher.data.indexed.sidecar import Sidecar
 
 __all__ = ["IndexedTokens"]
 
-CHUNK = 1 << 20
+CHUNK = 1 << 17
 """Sequences or documents that are looked at together."""
 
 
