@@ -29,7 +29,7 @@ from shardweave.launcher.request import Request
 QUICKSTART = Path(load_config.__code__.co_filename).with_name("quickstart.yaml")
 TINY = """
 run: {name: tiny, steps: 4, eval_every: 2}
-model: {layers: 2, hidden: 16, heads: 2, sequence: 16}
+model: {layers: 2, hidden: 16, heads: 2, sequence: 16, head_z_loss: 0.1}
 data: {source: text.txt}
 parallel: {tensor: 2}
 batch: {global: 4, micro: 2}
@@ -69,6 +69,8 @@ def test_a_run_from_start_to_text(place: Path) -> None:
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
     assert lines[0]["comm_bytes"]["tp"] > 0
     assert lines[0]["tokens"] == 64
+    assert 20 < lines[0]["head_z_loss"] < 40  # of 256 words about alike: log(256)^2 = 30.7
+    assert 5 < lines[0]["loss"] < 6  # log(256) = 5.5, and nothing of that
     assert lines[0]["mfu"] is None
     for label in ("done ", "metrics ", "checkpoint ", "next "):
         assert f"\n{label}" in out

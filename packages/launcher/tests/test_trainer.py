@@ -180,6 +180,27 @@ def test_a_step_that_is_skipped_moves_no_bias_and_metrics_say_what_routers_do() 
     assert "expert_load" not in _metrics_of_a_step(Trainer(_config(), Mesh(), dataset=_dataset()))
 
 
+@pytest.mark.ranks(2)
+def test_metrics_have_the_heads_z_loss_apart() -> None:
+    """Under its own key, without its factor, and not in the loss."""
+    plain = Trainer(_config(), Mesh.single(), dataset=_dataset())
+    with torch.no_grad():
+        module = plain.parts.modules[0]
+        squares = [
+            module.gather_logits(module(batch.inputs)).logsumexp(-1).square() for batch in plain.batches.at(0)
+        ]
+    mean = float(torch.cat(squares, dim=1).mean())
+    right = _metrics_of_a_step(plain)
+    assert "head_z_loss" not in right
+    for mesh in (Mesh.single(), Mesh(dp=2), Mesh(tp=2), Mesh(pp=2)):
+        trainer = Trainer(_config("model.head_z_loss=0.5"), mesh, dataset=_dataset())
+        record = _metrics_of_a_step(trainer)
+        assert record["loss"] == pytest.approx(right["loss"], rel=1e-12)
+        assert record["head_z_loss"] == pytest.approx(mean, rel=1e-9)
+        assert record["grad_norm"] > 1.05 * right["grad_norm"]  # it is trained on
+        mesh.close()
+
+
 def _metrics_of_a_step(trainer: Trainer) -> dict[str, Any]:
     return Meter(trainer).stop(trainer.train_step()).record()
 
