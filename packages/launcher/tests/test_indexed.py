@@ -311,6 +311,31 @@ def test_what_a_person_may_call_a_pair(tmp_path: Path, monkeypatch: pytest.Monke
 # --- writing -----------------------------------------------------------------------------------------------
 
 
+def test_a_document_may_come_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the first document of the next call, in one sequence as far as one can hold it."""
+
+    def written(name: str) -> tuple[bytes, bytes]:
+        with IndexedWriter(tmp_path / name, np.uint8) as ours:
+            ours.add(np.array([9]))
+            ours.begin(np.array([1, 2]))
+            ours.begin(np.array([3]))
+            ours.add(np.array([4, 5]))
+            ours.begin(np.array([6, 7]))
+            ours.extend(np.array([8, 8]), [0, 2])
+            ours.begin(np.array([1]))
+            ours.extend(np.array([2, 3, 4]), [1, 1, 1], sequences=[2, 1])
+        return contents(tmp_path / name)
+
+    tail = [[[6, 7]], [[8, 8]], [[1, 2], [3]], [[4]]]
+    assert written("x") == encoded([[[9]], [[1, 2, 3, 4, 5]], *tail], "uint8")
+    monkeypatch.setattr(writer, "LONGEST", 2)
+    assert written("y") == encoded([[[9]], [[1, 2], [3, 4], [5]], *tail], "uint8")
+    said = "a document was begun, and its end never came"
+    with pytest.raises(RuntimeError, match=said), IndexedWriter(tmp_path / "z", np.uint8) as ours:
+        ours.begin(np.array([1, 2]))
+    assert not list(tmp_path.glob("z*"))
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "x", "uint16", range(9), fail=KeyboardInterrupt())

@@ -121,7 +121,7 @@ def test_the_fingerprint_is_of_what_it_does_and_not_of_how_it_is_written(tmp_pat
     again = tmp_path / "again.json"
     again.write_text(json.dumps(dict(reversed(written.items())), indent=4))
     assert open_tokenizer(str(again)).fingerprint == words.fingerprint
-    assert open_tokenizer(str(again), "<other>").fingerprint != words.fingerprint
+    assert open_tokenizer(str(again), "<other>").fingerprint == words.fingerprint  # of texts, the same
     assert _opened(byte_level(vocab=301), tmp_path / "two").fingerprint != words.fingerprint
 
 

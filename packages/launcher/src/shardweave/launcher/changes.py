@@ -77,7 +77,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("data.separate_documents", Kind.TOLD, "documents of a sample see each other, or not, from here on"),
     Row("data.tokenizer", Kind.FREE),  # what it does is compared, not where it lies
-    Row("data.end_of_text", Kind.FREE),  # with the tokenizer
+    Row("data.end_of_text", Kind.FREE),  # it is in the text, which is compared
     Row("data.field", Kind.FREE),
     Row("parallel", Kind.FREE),
     Row("zero", Kind.FREE),

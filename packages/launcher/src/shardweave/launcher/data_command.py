@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import click
 
+from shardweave.launcher.data_build_command import build, train_tokenizer
+
 __all__ = ["data"]
 
 
@@ -18,3 +20,7 @@ def data() -> None:
     Example:
       shardweave data inspect corpora/wiki
     """
+
+
+data.add_command(build)
+data.add_command(train_tokenizer)

@@ -119,7 +119,7 @@ def read_tokenizer(name: str, end_of_text: str | int = AUTO) -> FileTokenizer:
         raise EndOfTextError(f"{special[closing]!r} is a piece of texts in {name}; name a special token")
     return FileTokenizer(
         name,
-        _fingerprint(definition, closing),
+        _fingerprint(definition),
         max(names.values()) + 1,
         closing,
         library,
@@ -190,13 +190,13 @@ def _gpt2(folder: Path) -> dict[str, Any]:
     }
 
 
-def _fingerprint(definition: Mapping[str, Any], end_of_text: int) -> str:
+def _fingerprint(definition: Mapping[str, Any]) -> str:
     """The same for two files that mean the same, though a library has written one of them anew."""
     model = dict(definition["model"])
     if isinstance(model.get("merges"), list):  # once "a b", today ["a", "b"]
         model["merges"] = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     rest = {key: value for key, value in definition.items() if key not in (*_NOT_FOR_CORPORA, "version")}
-    text = json.dumps([rest | {"model": model}, end_of_text], sort_keys=True)
+    text = json.dumps(rest | {"model": model}, sort_keys=True)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

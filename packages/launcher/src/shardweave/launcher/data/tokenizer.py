@@ -34,7 +34,8 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of what it does: equal exactly when two tokenizers make the same tokens of every text."""
+        """Of what it does: equal exactly when two tokenizers make the same tokens of every text; which of them closes
+        documents is not in it."""
 
     @property
     def vocab(self) -> int:

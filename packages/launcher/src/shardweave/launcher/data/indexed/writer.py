@@ -78,6 +78,8 @@ class IndexedWriter:
         self._lengths, self._borders = array("i"), array("q", [0])
         self._folder: Path | None = None
         self._files: dict[str, IO[bytes]] = {}
+        self._begun = 0
+        """Tokens of a document whose end is still to come."""
 
     def describe(
         self,
@@ -102,7 +104,7 @@ class IndexedWriter:
             lengths: of the document's sequences, in tokens; None: it is one sequence.
             modes: of the sequences, for a writer of modes; None: all 0.
         """
-        if lengths is not None or modes is not None or not 0 < len(tokens) <= LONGEST:
+        if lengths is not None or modes is not None or self._begun or not 0 < len(tokens) <= LONGEST:
             lengths = (len(tokens),) if lengths is None else lengths
             self.extend(tokens, lengths, sequences=(len(lengths),), modes=modes)
             return
@@ -115,6 +117,18 @@ class IndexedWriter:
             self._put("modes", b"\0")
         if len(self._borders) >= KEPT:
             self._spill()
+
+    def begin(self, tokens: NDArray[Any]) -> None:
+        """Appends the beginning, or more, of a document too long to be handed over at once.
+
+        Its end comes with the next `add` or `extend`: the first document there is what is left of it, perhaps nothing.
+        More than a sequence may hold becomes several sequences.
+
+        Args:
+            tokens: ``[n]``, of any integer type.
+        """
+        self._put_tokens(tokens)
+        self._begun += len(tokens)
 
     def extend(
         self,
@@ -136,6 +150,7 @@ class IndexedWriter:
         counts = (
             np.ones(len(of_sequences), np.int64) if sequences is None else np.asarray(sequences, np.int64)
         )
+        of_sequences, counts = self._with_begun(of_sequences, counts)
         of_modes = np.zeros(len(of_sequences), np.int8) if modes is None else np.asarray(modes, np.int8)
         self._check(tokens, of_sequences, counts, None if modes is None else of_modes)
         # A document without tokens may still have sequences, which are empty: they go with it.
@@ -144,6 +159,7 @@ class IndexedWriter:
         kept = np.repeat(filled, counts)
         of_sequences, of_modes, counts = of_sequences[kept], of_modes[kept], counts[filled]
         self._put_tokens(tokens)
+        self._begun = 0
         self._lengths.frombytes(of_sequences.astype(np.int32).tobytes())
         self._borders.frombytes(byte_offsets(counts, 1, self.sequences)[1:].tobytes())
         if self._has_modes:
@@ -151,6 +167,18 @@ class IndexedWriter:
         self.sequences += len(of_sequences)
         self.documents += len(counts)
         self._spill()
+
+    def _with_begun(
+        self, lengths: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first sequence with what of it was written before; where it is too long, in several."""
+        if not self._begun or not len(lengths):
+            return lengths, counts
+        full, rest = divmod(self._begun + int(lengths[0]), LONGEST)
+        first = np.full(full + (rest > 0), LONGEST, np.int64)
+        if rest:
+            first[-1] = rest
+        return np.concatenate([first, lengths[1:]]), np.concatenate([counts[:1] + len(first) - 1, counts[1:]])
 
     def _check(
         self,
@@ -161,7 +189,7 @@ class IndexedWriter:
     ) -> None:
         if (lengths < 0).any() or (counts < 0).any():
             raise ValueError("a length, or a number of sequences, is below 0")
-        if lengths.sum() != len(tokens) or counts.sum() != len(lengths):
+        if lengths.sum() != len(tokens) + self._begun or counts.sum() != len(lengths):
             raise ValueError(
                 f"{len(tokens)} tokens in {len(lengths)} sequences of together {lengths.sum()}, for {len(counts)} "
                 f"documents of together {counts.sum()} sequences: the sums have to agree"
@@ -248,6 +276,8 @@ class IndexedWriter:
             )
 
     def _finish(self) -> None:
+        if self._begun:
+            raise RuntimeError("a document was begun, and its end never came: `add` what is left of it")
         if not self.documents:
             raise DataError(f"{self.prefix}: there is nothing to write: every document is empty")
         self._spill()
