@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from integration_tests.layouts import FAMILIES, Layout, dataset_of, small_run
+from integration_tests.layouts import FAMILIES, Layout, compare_statistics, dataset_of, small_run
 
 from shardweave.comm import Mesh, TensorStatistics
 from shardweave.comm.testing import run_ranks
@@ -60,24 +62,6 @@ def told_by_all(family: str) -> list[list[StepStatistics]]:
     return found if dist.get_rank() in (0, 3) else []
 
 
-def apart(found: Mapping[str, TensorStatistics], right: Mapping[str, TensorStatistics]) -> list[str]:
-    """What is not equal, in words. A key bias has no gradient in theory, and rounding noise in practice."""
-    if list(found) != list(right):
-        return [f"other names, or another order: {sorted(found.keys() ^ right.keys())}"]
-    largest = max(one.rms for one in right.values())
-    wrong = []
-    for name, one in right.items():
-        mine = found[name]
-        if name.endswith("key.bias") and one.rms < 1e-12 * largest:
-            if not mine.rms < 1e-12 * largest:
-                wrong.append(f"{name}: {mine} for {one}")
-            continue
-        near = abs(mine.rms - one.rms) <= 1e-10 * one.rms and abs(mine.max - one.max) <= 1e-10 * one.max
-        if not near or (mine.zeros, mine.count) != (one.zeros, one.count):
-            wrong.append(f"{name}: {mine} for {one}")
-    return wrong
-
-
 @pytest.mark.parametrize("family", CASES)
 def test_every_layout_tells_what_one_process_tells(family: str) -> None:
     reference: list[StepStatistics] = run_ranks(told, 1, family, Layout())[0]
@@ -89,8 +73,41 @@ def test_every_layout_tells_what_one_process_tells(family: str) -> None:
     wrong = {}
     for (layout, settings), steps in zip(CASES[family], of_ranks[0], strict=True):
         assert len(steps) == STEPS
-        for mine, right in zip(steps, reference, strict=True):
-            found = [*apart(mine.gradients, right.gradients), *apart(mine.activations, right.activations)]
-            if found:
-                wrong[f"{layout} {settings}"] = found
+        if found := compare_statistics(steps, reference, 1e-10):
+            wrong[f"{layout} {settings}"] = found
     assert wrong == {}
+
+
+def test_the_comparison_can_fail() -> None:
+    one = TensorStatistics(rms=1.0, max=2.0, zeros=0.25, count=8)
+    noise = TensorStatistics(rms=1e-17, max=3e-17, zeros=0.0, count=8)
+    right = [StepStatistics({"w": one, "key.bias": noise}, {"norm": one})]
+
+    def judged(**changes: Any) -> list[str]:
+        other = replace(one, **changes)
+        return [
+            *compare_statistics(
+                [StepStatistics({"w": other, "key.bias": noise}, {"norm": one})], right, 1e-10
+            ),
+            *compare_statistics(
+                [StepStatistics({"w": one, "key.bias": noise}, {"norm": other})], right, 1e-10
+            ),
+        ]
+
+    for changes in ({"rms": 1.001}, {"rms": math.nan}, {"max": 2.001}, {"zeros": 0.125}, {"count": 9}):
+        assert len(judged(**changes)) == 2, changes
+    assert judged() == []
+    others = replace(noise, rms=5e-17, zeros=0.5)
+    assert (
+        compare_statistics([StepStatistics({"w": one, "key.bias": others}, {"norm": one})], right, 1e-10)
+        == []
+    )
+    assert compare_statistics([StepStatistics({"w": one, "key.bias": one}, {"norm": one})], right, 1e-10)
+    assert compare_statistics([StepStatistics({"w": one}, {"norm": one})], right, 1e-10)
+    assert compare_statistics([], right, 1e-10)
+    small = [StepStatistics({"w": one, "v": replace(one, rms=1e-6)}, {})]
+    twice = [StepStatistics({"w": one, "v": replace(one, rms=2e-6)}, {})]
+    nearly = [StepStatistics({"w": one, "v": replace(one, rms=1.00001e-6)}, {})]
+    assert compare_statistics(nearly, small, 1e-10)
+    assert compare_statistics(nearly, small, 1e-10, of_largest=True) == []
+    assert compare_statistics(twice, small, 1e-10, of_largest=True)

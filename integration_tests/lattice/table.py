@@ -59,8 +59,10 @@ BASE: Mapping[str, Any] = {
     "batch.global": SAMPLES,
     "optimizer.warmup": 3,
     "guard.spike": "off",
+    "metrics.statistics": STEPS,
 }
-"""What all points share: the smallest model that every layout of the table can split."""
+"""What all points share: the smallest model that every layout of the table can split. The last step of each tells what
+gradients and activations look like."""
 
 EXACT = "fp64"
 """The number format in which a layout has to agree to the last digits, so that every combination is tried in it."""

@@ -284,6 +284,8 @@ class Record:
     grad_norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     """After the last step: full tensors by canonical name."""
+    statistics: list[StepStatistics] = field(default_factory=list)
+    """Of the steps that `metrics.statistics` asks for."""
 
 
 def train_in_process(config: Config, mesh: Mesh, steps: int, *, dataset: Dataset | None = None) -> Record:
@@ -301,6 +303,7 @@ def recorded(trainer: Trainer, steps: int) -> Record:
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
         parameters=trainer.full_parameters(),
+        statistics=[result.statistics for result in results if result.statistics is not None],
     )
 
 
