@@ -163,3 +163,19 @@ def test_texts_do_not_depend_on_the_others_beside_them() -> None:
     assert shared == [4, 4, 4]
     for seed, prompt, text in zip((3, 4), prompts, texts, strict=True):
         assert torch.equal(text, generate(model, prompt, 3, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_a_text_ends_at_its_end_and_the_loop_when_all_have_ended() -> None:
+    """Row 0 ends after its second new token, row 1 after its third; what they pick later does not matter."""
+    planned = torch.tensor([[4, 9, 5, 6, 7], [9, 4, 9, 1, 1], [4, 4, 9, 9, 9]])[:, :, None]  # [row, new, 1]
+    calls: list[int] = []
+
+    def step(text: Tensor) -> Tensor:
+        calls.append(text.shape[1])
+        return 1000.0 * (torch.arange(10) == planned[: len(text), text.shape[1] - 1])
+
+    text = continue_text(step, torch.tensor([[9], [1], [1]]), 5, end=9)  # a prompt may have the token
+    assert text.tolist() == [[9, 4, 9, 9], [1, 9, 9, 9], [1, 4, 4, 9]]
+    assert calls == [1, 2, 3]
+    assert continue_text(step, torch.tensor([[1]]), 5).tolist() == [[1, 4, 9, 5, 6, 7]]
+    assert generate(build(FAMILIES["gpt2"]), torch.tensor([[1]]), 3, temperature=0, end=None).shape == (1, 4)

@@ -56,6 +56,8 @@ def _name(value: str) -> str:
 
 
 Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_printable)]
+Prompt = Annotated[str, Strict(), BeforeValidator(lambda value: "" if value is None else value)]
+"""Any text, none as well."""
 Name = Annotated[Text, AfterValidator(_name)]
 Whole = Annotated[int, Strict(), BeforeValidator(_integral)]
 """A whole number; ``1e3`` is one, ``1.5`` and ``"3"`` are not."""
@@ -106,6 +108,12 @@ class Run(_Block):
     eval_samples: Literal["all"] | Count = 64
     """How many of the validation samples an evaluation looks at, spread over them and the same each time; all: every
     one."""
+    sample_every: Natural = 0
+    """Steps between texts that the model is asked for while it is trained, in the run's texts.jsonl; 0: never."""
+    sample_prompt: Prompt = ""
+    """The text that it continues; empty: it begins one."""
+    sample_tokens: Size = 100
+    """At most so many tokens behind the prompt."""
     log_every: Count = 1
     """Steps between lines of the console when it is not a terminal; metrics.jsonl always has every step."""
 

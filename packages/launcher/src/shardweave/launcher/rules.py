@@ -66,6 +66,9 @@ _OTHER_VALIDATION = _when(
     lambda config: config.data.validation_source is not None,
     "`data.validation_source` is evaluated on instead",
 )
+_NO_SAMPLES = _when(
+    lambda config: config.run.sample_every == 0, "`run.sample_every` is 0: no text is asked for"
+)
 _NEVER_SKIPS = _when(lambda config: config.guard.nonfinite != "skip", "`guard.nonfinite` does not skip steps")
 _NEVER_SAVES = _when(lambda config: config.checkpoint.every == 0, "`checkpoint.every` is 0")
 
@@ -96,6 +99,8 @@ def _plain_to_the_end(config: Config) -> str | None:
 
 _IDLE: tuple[_Idle, ...] = (
     _Idle(("run", "eval_every"), _NO_VALIDATION),
+    _Idle(("run", "sample_prompt"), _NO_SAMPLES),
+    _Idle(("run", "sample_tokens"), _NO_SAMPLES),
     _Idle(("run", "stop_after"), _stop_too_late),
     _Idle(("model", "rotary_base"), _NOT_ROTARY),
     _Idle(("model", "rotary_fraction"), _NOT_ROTARY),

@@ -5,6 +5,7 @@
     DIR/NAME/
       config.yaml           the resolved configuration
       metrics.jsonl         one JSON object per step and per evaluation
+      texts.jsonl           with `run.sample_every`: step, prompt and text of each
       ranks.json            who runs where, since the last start
       topology.json         over several nodes: who shares one, and the links as they were measured
       ranks/rank-00003.log  what each rank printed
@@ -45,6 +46,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def texts(self) -> Path:
+        return self.path / "texts.jsonl"
 
     @property
     def ranks(self) -> Path:

@@ -25,6 +25,7 @@ from shardweave.launcher.same_data import check_same_data
 from shardweave.launcher.shape import resolved
 from shardweave.launcher.stopping import Stop, Stopping
 from shardweave.launcher.trainer import Trainer
+from shardweave.launcher.training_texts import sampled_text, shown
 
 __all__ = ["Reporter", "Training"]
 
@@ -54,6 +55,7 @@ class Training:
         self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self._saved = -1
         self._metrics: MetricsFile | None = None
+        self._texts: MetricsFile | None = None
 
     def run(self) -> Stop | None:
         """Trains to the last step, or until a stop that the ranks agree on, which is returned.
@@ -73,11 +75,14 @@ class Training:
                 self.run_directory.config, config_text(resolved(self.config, data=self._mesh.dp.size))
             )
             self._metrics = MetricsFile(self.run_directory.metrics, keep_steps=trainer.step)
+            if self.config.run.sample_every:
+                self._texts = MetricsFile(self.run_directory.texts, keep_steps=trainer.step)
         try:
             return self._steps()
         finally:
-            if self._metrics is not None:
-                self._metrics.close()
+            for file in (self._metrics, self._texts):
+                if file is not None:
+                    file.close()
 
     def _steps(self) -> Stop | None:
         trainer, settings = self.trainer, self.config
@@ -95,6 +100,8 @@ class Training:
             done = trainer.step == self._last
             if _due(trainer.step, settings.run.eval_every, done):
                 self._evaluate()
+            if _due(trainer.step, settings.run.sample_every, done):
+                self._sample()
             if _due(trainer.step, settings.checkpoint.every, done):
                 self._save()
         stopped_early = settings.run.stop_after is not None and self._last < settings.run.steps
@@ -115,6 +122,14 @@ class Training:
         if found is not None:
             norm = self.trainer.parameter_norm()
             self._record({"step": self.trainer.step, **found.record(), "parameter_norm": norm})
+
+    def _sample(self) -> None:
+        step, prompt = self.trainer.step, self.config.run.sample_prompt
+        text = sampled_text(self.trainer)
+        if self._texts is not None:
+            self._texts.write({"step": step, "prompt": prompt, "text": text})
+        for line in shown(step, text, str(self.run_directory.texts)):
+            self._say(line)
 
     def _save(self) -> None:
         path = save(

@@ -87,6 +87,7 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     cache: bool = True,
+    end: int | None = None,
 ) -> Tensor:
     """``tokens`` ``[b, s]`` with ``new`` sampled ones behind, ``[b, s + new]``, by a whole model in one process or one
     that is split over a tensor axis, all of whose ranks call it alike.
@@ -94,7 +95,7 @@ def generate(
     ``temperature`` divides the logits; 0 takes the likeliest token each time. ``top_k`` samples among the k
     likeliest. ``generator`` is the only source of randomness; ``None`` uses one seeded with 0. The model
     reads at most its last ``config.sequence`` tokens. Its training mode is restored, and torch's default
-    generator is left alone. Over ranks the first one's picks count.
+    generator is left alone. Over ranks the first one's picks count. ``end``: see :func:`continue_texts`.
 
     ``cache``: whether keys and values are kept, :func:`.cache_bytes` of them; the text is the same without. Beyond
     ``config.sequence`` tokens the window moves, and each token is a pass over all that the model reads.
@@ -117,7 +118,7 @@ def generate(
     model.eval()
     try:
         return continue_text(
-            step, tokens, new, temperature=temperature, top_k=top_k, generator=generator, share=share
+            step, tokens, new, temperature=temperature, top_k=top_k, generator=generator, share=share, end=end
         )
     finally:
         model.train(training)
@@ -132,6 +133,7 @@ def continue_text(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     share: Callable[[Tensor | None], Tensor] | None = None,
+    end: int | None = None,
 ) -> Tensor:
     """:func:`continue_texts` with one text: ``tokens`` ``[b, s]`` to ``[b, s + new]``."""
 
@@ -141,7 +143,14 @@ def continue_text(
 
     generators = None if generator is None else [generator]
     [found] = continue_texts(
-        steps, [tokens], new, temperature=temperature, top_k=top_k, generators=generators, share=share
+        steps,
+        [tokens],
+        new,
+        temperature=temperature,
+        top_k=top_k,
+        generators=generators,
+        share=share,
+        end=end,
     )
     return found
 
@@ -155,6 +164,7 @@ def continue_texts(
     top_k: int | None = None,
     generators: Sequence[torch.Generator] | None = None,
     share: Callable[[Tensor | None], Tensor] | None = None,
+    end: int | None = None,
 ) -> list[Tensor]:
     """Each of ``texts`` ``[b, s]`` (of any ``b`` and ``s``) with ``new`` tokens behind, ``[b, s + new]``.
 
@@ -162,7 +172,8 @@ def continue_texts(
     own: it may give a model the new tokens alone and keep the rest (:class:`TextWindow`). ``generators``: one for each
     text; ``None``: each has one seeded with 0. ``share``: where several ranks go on together, gets the tokens that
     were picked here, int64 ``[rows of all texts]``, or ``None`` where ``step`` gave no logits, and returns those that
-    all ranks go on with.
+    all ranks go on with. ``end``: the token at which a text ends. Behind its first new one a row has nothing but that
+    token, and when all rows of all texts have it, no more is sampled: fewer than ``new`` tokens may be added.
 
     Raises:
         ValueError: for settings out of range, an empty text, or no logits and nobody to ask for tokens.
@@ -176,6 +187,7 @@ def continue_texts(
     texts = [_checked(tokens, new)[0] for tokens in texts]
     sources = generators or [torch.Generator(tokens.device).manual_seed(0) for tokens in texts]
     rows = [len(tokens) for tokens in texts]
+    ended = torch.zeros(sum(rows), dtype=torch.bool)
     for _ in range(new):
         logits = step(texts)
         picked: Tensor | None = None
@@ -190,10 +202,15 @@ def continue_texts(
             raise ValueError(
                 "step: gave no logits and there is no share that would give tokens; pass one of both"
             )
+        if end is not None:
+            picked = torch.where(ended.to(picked.device), end, picked)
+            ended = picked == end
         texts = [
             torch.cat([tokens, own.unsqueeze(1)], 1)
             for tokens, own in zip(texts, picked.split(rows), strict=True)
         ]
+        if end is not None and bool(ended.all()):
+            break
     return list(texts)
 
 

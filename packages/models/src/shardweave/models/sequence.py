@@ -13,6 +13,7 @@ Sequence parallelism shares out what a context rank has of it::
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,11 @@ class SequenceCut:
     def ranks(self) -> int:
         """Parts of a sequence, all equally long."""
         return self.context.size * self.shared.size
+
+    @property
+    def multiple(self) -> int:
+        """What the ranks can have equal parts of: every multiple of it."""
+        return math.lcm(2 * self.context.size, self.ranks) if self.context.size > 1 else self.ranks
 
     @property
     def given(self) -> str | None:

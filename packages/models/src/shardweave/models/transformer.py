@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shardweave.comm import (
     Axis,
     DropoutStreams,
+    all_reduce,
     gather_from,
     name_parameters,
     sharding_of,
@@ -388,13 +389,18 @@ class Transformer(nn.Module):
         with ``chunked_loss``, of which :meth:`loss` does not make all logits at once."""
         return self._head(output) if self.chunked_loss else output
 
-    def gather_logits(self, output: Tensor) -> Tensor:
+    def gather_logits(self, output: Tensor, position: int | None = None) -> Tensor:
         """All logits ``[s, b, vocab]`` on every rank of the tensor and context axes, from what :meth:`forward` gave
-        each."""
-        words = gather_from(
-            self.logits(output), self.axis, -1, split_sizes(self.config.vocab, self.axis.size)
-        )
-        return gather_context(words, self.context, 0)
+        each; ``position``: of this token of the sequence alone, ``[1, b, vocab]``, without a gradient."""
+        words = self.logits(output)
+        sizes = split_sizes(self.config.vocab, self.axis.size)
+        if position is None:
+            return gather_context(gather_from(words, self.axis, -1, sizes), self.context, 0)
+        # One context rank has the token; nothing is added to what it says.
+        words = words.detach()
+        own = cut_context(torch.arange(len(words) * self.context.size), self.context, 0) == position
+        here = words[own.to(words.device)].sum(0, keepdim=True)
+        return gather_from(all_reduce(here, self.context), self.axis, -1, sizes)
 
     @torch.no_grad()
     def move_router_biases(self, statistics: RouterStatistics, rate: float) -> None:
