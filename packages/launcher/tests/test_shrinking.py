@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from packages.launcher.tests.small_tokenizers import byte_level, saved
 
 from shardweave.launcher.config import Config, RecomputeEvery
 from shardweave.launcher.layout import Layout, batch_plan, check_fit, layout_of
@@ -27,6 +29,13 @@ def _shrunk(*overrides: str) -> tuple[Config, Layout, Shrunk]:
 def test_a_small_configuration_stays_as_it_is() -> None:
     config, _, shrunk = _shrunk("parallel.tensor=2", "parallel.data=2")
     assert shrunk == Shrunk(config)
+
+
+def test_a_vocabulary_keeps_the_tokens_of_the_text(tmp_path: Path) -> None:
+    folder = saved(byte_level(), tmp_path)
+    _, _, shrunk = _shrunk("model.preset=gpt2", "parallel.tensor=4", f"data.tokenizer={folder}")
+    assert shrunk.config.model.vocab == 301  # of 300; 50257 leaves a remainder of 1, too
+    assert shrunk.config.data.tokenizer == str(folder)
 
 
 def test_gpt3_becomes_something_that_takes_seconds() -> None:

@@ -11,6 +11,7 @@ from shardweave.launcher.data.blend import first_place
 from shardweave.launcher.data.corpus import open_corpus
 from shardweave.launcher.data.dataset import Corpus, Dataset, Source
 from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data_progress import ForCache
 from shardweave.launcher.problems import ConfigError, Problem
 from shardweave.launcher.words import tokenizer_of
 
@@ -28,7 +29,9 @@ def open_dataset(config: Config, sequence: int) -> Dataset:
     data, words = config.data, tokenizer_of(config)
 
     def corpus(name: str, validation: float) -> Corpus:
-        return Corpus(name, partial(open_corpus, name, words, data.field), sequence, validation)
+        return Corpus(
+            name, partial(open_corpus, name, words, data.field, ForCache(name)), sequence, validation
+        )
 
     share = data.validation if data.validation_source is None else 0.0
     listed = _listed(config)

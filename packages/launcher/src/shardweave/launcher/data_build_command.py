@@ -78,11 +78,14 @@ def build(
         from shardweave.launcher.data_progress import Progress
 
         words = _opened(tokenizer, end_of_text)
-        with Progress(out) as progress:
+        progress = Progress(out)
+        try:
             built = build_files(
                 inputs, out, words, field=field, end_of_text=not no_end_of_text, workers=workers,
                 overwrite=overwrite, watcher=progress, smallest_piece=piece,
             )  # fmt: skip
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(progress.interrupted()) from None
         progress.say(built, words)
 
     sys.exit(_status(work))

@@ -56,6 +56,12 @@ class Watcher:
     def joins(self) -> None:
         """All pieces are there."""
 
+    def warns(self, text: str) -> None:
+        """A sentence that a person should know of the inputs."""
+
+    def ends(self) -> None:
+        """It is over, whether it came to its end or not."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -147,7 +153,7 @@ def build_files(
     dtype = np.dtype(np.uint8) if isinstance(words, ByteTokenizer) else token_dtype(words.vocab)
     job = Job(words, field, end_of_text, dtype, parts_of(prefix))
     pieces = cut_into_pieces(files, field, smallest_piece)
-    with _errors_of_the_disk(prefix), _locked(prefix):
+    with _errors_of_the_disk(prefix), _locked(prefix), _told(watcher):
         records = _built(job, pieces, workers, watcher)
         for file in files:
             if not file.is_unchanged():
@@ -164,7 +170,10 @@ def build_files(
             for piece, record in zip(pieces, records, strict=True):
                 _join(writer, job, piece, record)
         shutil.rmtree(job.folder)
-    return Built(prefix, writer.documents, writer.tokens, text_bytes, tuple(_warnings(records, words)))
+    warnings = tuple(_warnings(records, words))
+    for warning in warnings:
+        watcher.warns(warning)
+    return Built(prefix, writer.documents, writer.tokens, text_bytes, warnings)
 
 
 def _built(job: Job, pieces: Sequence[Piece], workers: int | None, watcher: Watcher) -> list[Record]:
@@ -233,6 +242,14 @@ def _locked(prefix: Path) -> Iterator[None]:
         finally:
             if folder.is_dir() and not any(path.suffix == ".json" for path in folder.iterdir()):
                 shutil.rmtree(folder)
+
+
+@contextmanager
+def _told(watcher: Watcher) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        watcher.ends()
 
 
 @contextmanager

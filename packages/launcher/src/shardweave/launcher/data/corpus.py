@@ -1,9 +1,12 @@
-"""The text of a source as one row of tokens.
+"""The tokens of a source.
 
 A source is ``builtin``, a file, a directory or a glob of text (see `texts` for the files), or the prefix of a pair of
 files with tokens (see `indexed`), which are read where they lie. Documents of text follow each other in a fixed order,
 each closed by the end-of-text token, so every rank that reads the same source has the same array; its fingerprint
 proves it.
+
+Bytes of not too much text are simply read by every rank. Any other tokenizer takes minutes where reading takes a
+second, so its tokens, and those of large texts, are made once, before ranks start, and mapped by all (`cache`).
 
 The built-in source is the Python standard library's own source files, in the order of their paths: real text that
 is on every machine, over 10 MB, without a download. It differs between versions of Python, which the fingerprint
@@ -16,7 +19,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +27,25 @@ from numpy.typing import NDArray
 from shardweave.launcher.data.errors import DataError
 from shardweave.launcher.data.indexed import IndexedTokens, prefix_of
 from shardweave.launcher.data.texts import Kind, TextFile, documents, find_texts
-from shardweave.launcher.data.tokenizer import Tokenizer
+from shardweave.launcher.data.tokenizer import ByteTokenizer, Tokenizer
 from shardweave.launcher.data.tokens import ArrayTokens, Tokens
 
-__all__ = ["open_corpus"]
+if TYPE_CHECKING:
+    from shardweave.launcher.data.build import Watcher
 
+__all__ = ["IN_MEMORY", "open_corpus"]
+
+IN_MEMORY = 64 << 20
+"""Bytes of text that every rank reads and keeps for itself, where a token is a byte."""
+_COMPRESSED = 5
+"""Bytes of text in one of an archive or a table."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def open_corpus(source: str, words: Tokenizer, field: str = "text") -> Tokens:
+def open_corpus(source: str, words: Tokenizer, field: str = "text", watcher: Watcher | None = None) -> Tokens:
     """The tokens of a source: ``builtin``, a file, a directory or a glob of text, or a prefix of built files.
 
-    `field`: where the text is in a line or a row.
+    `field`: where the text is in a line or a row. `watcher`: is told when tokens have to be made for the cache.
 
     Raises:
         DataError: for a source that is not there, cannot be read, is not text, or holds no text; it names the file
@@ -44,6 +54,10 @@ def open_corpus(source: str, words: Tokenizer, field: str = "text") -> Tokens:
     if (prefix := prefix_of(source)) is not None:
         return _built(prefix, words)
     files = _builtin() if source == "builtin" else find_texts(source)
+    if not isinstance(words, ByteTokenizer) or sum(map(_text_bytes, files)) > IN_MEMORY:
+        from shardweave.launcher.data.cache import cached_tokens
+
+        return cached_tokens(source, files, words, field=field, watcher=watcher)
     tokens = ArrayTokens.of(source, _closed(_documents(files, field), words))
     if not tokens.documents:
         raise DataError(f"{source} holds no text: every document in it is empty")
@@ -72,17 +86,21 @@ def _built(prefix: Path, words: Tokenizer) -> IndexedTokens:
     return tokens
 
 
+def _text_bytes(file: TextFile) -> int:
+    """About how much text a file holds."""
+    return file.size * (1 if file.kind is not Kind.TABLE and not file.zipped else _COMPRESSED)
+
+
 def _documents(files: Sequence[TextFile], field: str) -> Iterator[str]:
     for file in files:
         yield from documents(file, field=field)
 
 
-def _closed(texts: Iterator[str], words: Tokenizer) -> Iterator[NDArray[Any]]:
+def _closed(texts: Iterator[str], words: ByteTokenizer) -> Iterator[NDArray[np.uint8]]:
     """Each document's tokens with the end-of-text token behind them; empty documents have none."""
     for text in texts:
         if text:
-            tokens = words.encode(text)
-            yield np.append(tokens, tokens.dtype.type(words.end_of_text))
+            yield np.append(words.encode(text), np.uint8(words.end_of_text))
 
 
 def _builtin() -> list[TextFile]:

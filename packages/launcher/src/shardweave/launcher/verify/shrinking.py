@@ -25,6 +25,7 @@ from shardweave.launcher.config import Config, RecomputeEvery
 from shardweave.launcher.layout import Layout, batch_plan, schedule_of, stages_per_rank
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.strict_yaml import Path, path_text
+from shardweave.launcher.words import tokenizer_of
 from shardweave.models import TransformerConfig, count_parameters
 
 __all__ = ["Change", "Shrunk", "in_float64", "shrink", "uncompressed"]
@@ -37,8 +38,6 @@ _HEAD_WIDTH = 8
 _SEQUENCE = 16
 _PLAIN = ("gpipe", "1f1b")
 """Schedules that ask only whether there are more micro-batches than stages."""
-_BYTES = 256
-"""The byte tokenizer's tokens, which every vocabulary includes."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,8 @@ def _model(config: Config, layout: Layout, shape: TransformerConfig) -> Iterator
         yield _change(config, "experts", shape.experts, experts, _spread(layout.expert))
         reason = "one, some or all of them, as before"
         yield _change(config, "experts_per_token", shape.experts_per_token, visited, reason)
-    vocab = _BYTES + (shape.vocab - _BYTES) % ranks
+    least = tokenizer_of(config).vocab  # the text stays
+    vocab = least + (shape.vocab - least) % ranks
     yield _change(config, "vocab", shape.vocab, vocab, f"the same remainder over {_ranks(ranks)}")
     context = layout.context
     sequence = _same_remainder(shape.sequence, lcm(ranks * context, 2 * context), _SEQUENCE)
