@@ -8,6 +8,7 @@ from __future__ import annotations
 import click
 
 from shardweave.launcher.data_build_command import build, train_tokenizer
+from shardweave.launcher.data_inspect_command import inspect, merge
 
 __all__ = ["data"]
 
@@ -24,3 +25,5 @@ def data() -> None:
 
 data.add_command(build)
 data.add_command(train_tokenizer)
+data.add_command(inspect)
+data.add_command(merge)
