@@ -118,3 +118,24 @@ def test_on_ranks_mistakes_are_said_before_one_starts(tmp_path: Path) -> None:
         status, out, err = run(tmp_path, "generate", "run", "--prompt", "a", setting)
         assert (status, out) == (2, "")
         assert said in err
+
+
+def test_a_text_ends_where_the_model_ends_it_unless_it_is_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that sees nothing but the ends of documents ends its text at once."""
+    config = load_config(None, [*SETTINGS, "optimizer.lr=0.3", "optimizer.warmup=0"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config_text(resolved(config, data=1)))
+    trainer = Trainer(config, Mesh(), dataset=Dataset.of_tokens(np.zeros(8 * 40 + 1, np.uint8), 8))
+    save(trainer, tmp_path / "run" / "checkpoints", keep=0)
+    for _ in range(20):
+        trainer.train_step()
+    save(trainer, tmp_path / "run" / "checkpoints", keep=0)
+    for ignore_end, text in ((False, "ab\n"), (True, "ab" + "\n\n" * 3 + "\n")):
+        sampling = Sampling(tokens=3, temperature=0, ignore_end=ignore_end)
+        assert generate_text(tmp_path / "run", ["ab"], sampling) == 0
+        assert capsys.readouterr() == (text, "")
+    first = tmp_path / "run" / "checkpoints" / "step-00000000"
+    assert _sample(first) == 0
+    assert "is of step 0: this model has seen no training yet" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from packages.launcher.tests.commands import run, start_joined
+from packages.launcher.tests.small_tokenizers import ENDING, byte_level, saved
 
 from shardweave.launcher.reading import load_config
 from shardweave.models import Transformer, TransformerConfig, from_huggingface, to_huggingface
@@ -44,7 +45,8 @@ def test_published_weights_become_a_run_are_trained_and_go_out_again(published: 
     status, out, err = run(
         tmp_path, "import", "published", "--out", "runs/tuned", "parallel.tensor=2", "parallel.pipeline=2"
     )
-    assert (status, err) == (0, ""), out + err
+    assert status == 0, out + err
+    assert err.startswith("warning: the tokenizer that came along is not used, and text is bytes: ")
     assert "shardweave train runs/tuned/config.yaml trains it" in out
     config = load_config(tmp_path / "runs/tuned/config.yaml")
     assert (config.run.name, config.model.weights, config.model.vocab, config.model.ffn) == (
@@ -81,7 +83,7 @@ def test_published_weights_become_a_run_are_trained_and_go_out_again(published: 
     assert "warning: `data.tokenizer: byte`: the weights come with a tokenizer" in err.replace("\n", " ")
     status, out, err = run(tmp_path, "generate", "runs/tuned", "--prompt", "It", "--tokens", "1")
     assert (status, "ids 0 to 255 mean bytes here" in err) == (0, True), out + err
-    status, out, err = run(tmp_path, "export", "runs/tuned", "--out", "tuned", "--dtype", "bfloat16")
+    status, out, err = run(tmp_path, "export", "runs/tuned", "--out", "tuned", "--dtype", "bf16")
     assert (status, err) == (0, ""), out + err
     tuned = dict(from_huggingface(tmp_path / "tuned").named_parameters())
     assert {values.dtype for values in tuned.values()} == {torch.bfloat16}
@@ -171,3 +173,46 @@ def test_a_checkpoint_of_another_model_is_not_read(published: Path, tmp_path: Pa
         source(parameter)
     for name, values in from_huggingface(published).named_parameters():
         assert torch.equal(model.get_parameter(name), values)
+
+
+@pytest.mark.timeout(120)
+def test_the_tokenizer_that_comes_along_is_the_runs_and_goes_out_again(
+    published: Path, tmp_path: Path
+) -> None:
+    """Exactly as it came, with text that is in and out of it; also after the run was moved."""
+    (published / "merges.txt").unlink()
+    made = byte_level(vocab=257)
+    saved(made, published, tokenizer_config={"eos_token": ENDING})
+    status, out, err = run(tmp_path, "import", "published", "--out", "runs/own")
+    assert (status, err) == (0, ""), out + err
+    kept = tmp_path / "runs/own/huggingface"
+    assert load_config(tmp_path / "runs/own/config.yaml").data.tokenizer == str(kept)
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged, " * 40)
+    short = ["run.steps=1", "run.device=cpu", "batch.global=4", "data.source=text.txt", "data.validation=0.2"]
+    status, out, err = run(tmp_path, "train", "runs/own/config.yaml", *short)
+    assert (status, err) == (0, ""), out + err
+    assert "bits per byte" in out
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    asked = ("generate", "moved/own", "--prompt", "It  is ", "--tokens", "3", "--temperature", "0")
+    status, alone, err = run(tmp_path, *asked)
+    assert (status, err) == (0, "")
+    assert alone.startswith("It  is ")
+    status, out, err = run(tmp_path, *asked, "parallel.tensor=2")
+    assert (status, out, err) == (0, alone, "")
+    status, out, err = run(tmp_path, "export", "moved/own", "--out", "again")
+    assert (status, err) == (0, ""), out + err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (published / name).read_bytes(), name
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_not_taken_and_another_is_if_asked_for(
+    published: Path, tmp_path: Path
+) -> None:
+    (published / "merges.txt").unlink()
+    saved(byte_level(vocab=300), published, tokenizer_config={"eos_token": ENDING})
+    status, out, err = run(tmp_path, "import", "published", "--out", "runs/more")
+    assert status == 0, out + err
+    assert "tokens, and the model 257; name another with data.tokenizer" in err
+    assert load_config(tmp_path / "runs/more/config.yaml").data.tokenizer == "byte"
+    status, out, err = run(tmp_path, "import", "published", "--out", "runs/asked", "data.tokenizer=byte")
+    assert (status, err) == (0, ""), out + err

@@ -122,7 +122,11 @@ _OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
     "--prompt", "prompts", multiple=True, required=True, help="The text to continue; may be repeated."
 )
 @click.option(
-    "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many to sample."
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="How many to sample, at most.",
 )
 @click.option(
     "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest."
@@ -131,6 +135,7 @@ _OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
     "--top-k", type=click.IntRange(min=1), help="Sample among so many likeliest; default: among all."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--ignore-end", is_flag=True, help="Go on where the model ends its text.")
 @_PORT
 def generate(
     run: Path,
@@ -140,12 +145,14 @@ def generate(
     temperature: float,
     top_k: int | None,
     seed: int,
+    ignore_end: bool,
     port: int,
 ) -> None:
     """Samples text from a trained run: RUN is the run's directory, or one of its checkpoints.
 
     One process does it, whatever layout the run was trained on; with parallel.tensor, parallel.pipeline or both as many
-    local ranks, each of which reads and holds its own part of the model. The text is the same.
+    local ranks, each of which reads and holds its own part of the model. The text is the same. It ends where the model
+    ends it, with the end-of-text token of the run's tokenizer, or after --tokens.
 
     \b
     Example:
@@ -154,7 +161,7 @@ def generate(
     """
     from shardweave.launcher.sampling import Sampling
 
-    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    sampling = Sampling(tokens, temperature, top_k, seed, ignore_end)
     if overrides:
         from shardweave.launcher.generate_local import generate_on_ranks
 
@@ -205,7 +212,7 @@ def import_(directory: Path, overrides: tuple[str, ...], out: Path, port: int) -
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
+    type=click.Choice(["fp32", "fp16", "bf16", "fp64", "float32", "float16", "bfloat16", "float64"]),
     help="Of the files; default: the checkpoint's.",
 )
 @click.option("--shard-size", default="5GB", show_default=True, help="Of one file, at most.")
@@ -227,7 +234,7 @@ def export(
 
     \b
     Example:
-      shardweave export runs/llama --format huggingface --out llama-tuned --dtype bfloat16 parallel.tensor=4
+      shardweave export runs/llama --format huggingface --out llama-tuned --dtype bf16 parallel.tensor=4
     """
     from shardweave.launcher.import_export import export_run
 

@@ -6,24 +6,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from shardweave.launcher.config import Config
 from shardweave.launcher.data.tokenizer import Tokenizer
 from shardweave.launcher.describe import fail
 from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.problems import ConfigError, Problem
+from shardweave.launcher.prompts import prompt_tokens, text_of
 from shardweave.launcher.reading import load_config
+from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.sampling import Sampling
 from shardweave.launcher.shape import transformer_config
 from shardweave.launcher.words import tokenizer_of
 from shardweave.models import Transformer
 from shardweave.models import generate as sample
 from shardweave.zero.checkpoint import CheckpointError, complete_checkpoints, read_tensors
+from shardweave.zero.checkpoint.folder import step_of
 
-__all__ = ["encoded", "generate_text", "load_model", "locate", "located", "others"]
+__all__ = ["encoded", "generate_text", "load_model", "locate", "located", "others", "warnings", "words_of"]
 
 
 def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int:
@@ -31,16 +35,16 @@ def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int
     try:
         run, checkpoint = located(path)
         config = load_config(run / "config.yaml")
-        words = tokenizer_of(config)
+        words = words_of(config, run)
         texts = encoded(words, prompts)
         model = load_model(run, checkpoint)
     except CheckpointError as error:
         return fail(CheckpointError(f"{error}{others(path)}"))
     except ConfigError as error:
         return fail(error)
-    if foreign := foreign_tokens(config, run):
-        print(f"warning: {foreign}", file=sys.stderr)
-    for text in texts:
+    for warning in warnings(config, run, checkpoint):
+        print(f"warning: {warning}", file=sys.stderr)
+    for prompt, text in zip(prompts, texts, strict=True):
         found = sample(
             model,
             torch.tensor([text], dtype=torch.int64),  # [1, s]
@@ -48,9 +52,36 @@ def generate_text(path: Path, prompts: Sequence[str], sampling: Sampling) -> int
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             generator=torch.Generator().manual_seed(sampling.seed),
+            end=None if sampling.ignore_end else words.end_of_text,
         )
-        sys.stdout.write(words.decode(found[0].tolist()) + "\n")
+        continued = text_of(words, prompt, found[0].tolist(), ignore_end=sampling.ignore_end)
+        sys.stdout.write(continued + "\n")
     return 0
+
+
+def words_of(config: Config, run: Path) -> Tokenizer:
+    """The tokenizer of a run, also of an imported one that was moved together with the tokenizer in its directory.
+
+    Raises:
+        ConfigError: as `tokenizer_of`.
+    """
+    moved = RunDirectory(run).huggingface
+    try:
+        return tokenizer_of(config)
+    except ConfigError:
+        if Path(config.data.tokenizer).name != moved.name or not moved.is_dir():
+            raise
+    return tokenizer_of(
+        config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(moved)})})
+    )
+
+
+def warnings(config: Config, run: Path, checkpoint: Path) -> Iterator[str]:
+    """What a person should know who reads a text of this checkpoint."""
+    if foreign := foreign_tokens(config, run):
+        yield foreign
+    if step_of(checkpoint) == 0 and config.model.weights is None:
+        yield f"{checkpoint} is of step 0: this model has seen no training yet, and its text is noise"
 
 
 def encoded(words: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
@@ -61,7 +92,7 @@ def encoded(words: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """
     if not all(prompts):
         raise ConfigError([Problem((), "--prompt is empty; give at least one character to continue")])
-    return [words.encode(prompt).tolist() for prompt in prompts]
+    return [prompt_tokens(words, prompt) for prompt in prompts]
 
 
 def located(path: Path) -> tuple[Path, Path]:

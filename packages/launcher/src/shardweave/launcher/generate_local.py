@@ -50,12 +50,11 @@ def _generate(
 ) -> int:
     from dataclasses import asdict
 
-    from shardweave.launcher.foreign_tokens import foreign_tokens
-    from shardweave.launcher.generate import encoded, located, others
+    from shardweave.launcher.generate import encoded, located, others, warnings, words_of
     from shardweave.launcher.layout import check_fit, layout_of
+    from shardweave.launcher.prompts import text_of
     from shardweave.launcher.reading import read_config
     from shardweave.launcher.shape import transformer_config
-    from shardweave.launcher.words import tokenizer_of
     from shardweave.pipeline import RULES
 
     run, checkpoint = located(path)
@@ -66,9 +65,9 @@ def _generate(
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     config = loaded.config
-    if foreign := foreign_tokens(config, run):
-        print(f"warning: {foreign}", file=sys.stderr)
-    words, layout = tokenizer_of(config), layout_of(config)
+    for warning in warnings(config, run, checkpoint):
+        print(f"warning: {warning}", file=sys.stderr)
+    words, layout = words_of(config, run), layout_of(config)
     check_fit(config, layout, transformer_config(config))
     least = RULES[config.parallel.schedule].least(
         layout.pipeline
@@ -82,14 +81,16 @@ def _generate(
             "otherwise": others(path),
             "texts": encoded(words, prompts),
             "result": str(result),
+            "end": None if sampling.ignore_end else words.end_of_text,
             **asdict(sampling),
         }
         status = on_ranks(
             f"{_RANK}:main", payload, layout.world_size, port, zygote, undone="there is no text"
         )
         if not status:
-            for text in json.loads(result.read_text(encoding="utf-8")):
-                sys.stdout.write(words.decode(text) + "\n")
+            texts = json.loads(result.read_text(encoding="utf-8"))
+            for prompt, text in zip(prompts, texts, strict=True):
+                sys.stdout.write(text_of(words, prompt, text, ignore_end=sampling.ignore_end) + "\n")
     return status
 
 

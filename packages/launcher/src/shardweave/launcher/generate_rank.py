@@ -44,6 +44,7 @@ def main(payload: Mapping[str, Any]) -> None:
             temperature=payload["temperature"],
             top_k=payload["top_k"],
             seed=payload["seed"],
+            end=payload["end"],
         )
         if mesh.world.is_first:
             write_atomically(Path(payload["result"]), json.dumps([text[0].tolist() for text in found]))

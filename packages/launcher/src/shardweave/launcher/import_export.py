@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from shardweave.launcher.zygote_first import with_zygote
 
 if TYPE_CHECKING:  # imported when the zygote runs
     from shardweave.comm.zygote import Zygote
+    from shardweave.launcher.config import Config
+    from shardweave.launcher.run_directory import RunDirectory
     from shardweave.models import TransformerConfig
 
 __all__ = ["export_run", "import_directory"]
@@ -81,6 +84,10 @@ def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, z
     )
     source_of(reading, shape)  # looks at the headers
     run = RunDirectory.of(config)
+    run.huggingface.mkdir(parents=True)
+    copy_tokenizer(directory, run.huggingface)
+    shutil.copyfile(directory / "config.json", run.huggingface / "config.json")
+    reading = _with_tokenizer(reading, run, overrides)
     status = on_ranks(
         f"{_RANK}:import_main",
         {"config": reading.plain(), "run": str(run.path)},
@@ -92,12 +99,34 @@ def _import(directory: Path, out: Path, overrides: tuple[str, ...], port: int, z
     if status:
         shutil.rmtree(run.path, ignore_errors=True)
         return status
-    run.huggingface.mkdir()
-    copy_tokenizer(directory, run.huggingface)
-    shutil.copyfile(directory / "config.json", run.huggingface / "config.json")
     write_atomically(run.config, config_text(resolved(reading, data=layout.data)))
     print(f"{run.path} has the weights of {directory}; shardweave train {run.config} trains it")
     return 0
+
+
+def _with_tokenizer(config: Config, run: RunDirectory, overrides: tuple[str, ...]) -> Config:
+    """`config` with the tokenizer that came along, unless there is none, another is asked for, or it cannot be used,
+    which is said."""
+    from shardweave.launcher.data.errors import DataError
+    from shardweave.launcher.data.tokenizer import open_tokenizer
+    from shardweave.models.huggingface import TOKENIZER_FILES
+
+    asked = any(override.partition("=")[0].strip() in ("data", "data.tokenizer") for override in overrides)
+    found = any(
+        (run.huggingface / name).is_file() for name in TOKENIZER_FILES if name != "generation_config.json"
+    )
+    if asked or not found:
+        return config
+    place = str(run.huggingface.absolute())
+    try:
+        tokens = open_tokenizer(place, config.data.end_of_text).vocab
+        if config.model.vocab != "auto" and tokens > config.model.vocab:
+            raise DataError(f"it has {tokens} tokens, and the model {config.model.vocab}")
+    except DataError as error:
+        text = f"the tokenizer that came along is not used, and text is bytes: {error}"
+        print(f"warning: {text}; name another with data.tokenizer", file=sys.stderr)
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": place})})
 
 
 def _export(
@@ -132,11 +161,11 @@ def _export(
         raise ConfigError(
             [Problem((), f"--out {options['out']} exists; give a directory that is not there yet")]
         )
-    aside = RunDirectory(run).huggingface
+    aside = _tokenizer_files(config, RunDirectory(run))
     payload: dict[str, object] = {
         "config": config.plain(),
         "checkpoint": str(checkpoint),
-        "tokenizer_from": str(aside) if aside.is_dir() else None,
+        "tokenizer_from": None if aside is None else str(aside),
         **options,
     }
     status = on_ranks(
@@ -145,6 +174,16 @@ def _export(
     if not status:
         print(f"{options['out']} has the weights of {checkpoint}")
     return status
+
+
+def _tokenizer_files(config: Config, run: RunDirectory) -> Path | None:
+    """The directory of the run's tokenizer: what an import brought along, or what `data.tokenizer` names."""
+    if run.huggingface.is_dir():
+        return run.huggingface
+    named = Path(config.data.tokenizer).expanduser()
+    if config.data.tokenizer == "byte" or not named.exists():
+        return None
+    return named if named.is_dir() else named.parent
 
 
 def _keys(shape: TransformerConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardweave.launcher.assembly import modules_with
+from shardweave.launcher.assembly import DTYPES, modules_with
 from shardweave.launcher.checkpoint import save
 from shardweave.launcher.config import Config
 from shardweave.launcher.data.dataset import MicroBatch
@@ -38,10 +38,17 @@ def export_main(payload: Mapping[str, Any]) -> None:
             payload["out"],
             family=payload["family"],
             world=mesh.world,
-            dtype=getattr(torch, payload["dtype"]) if payload["dtype"] else None,
+            dtype=_dtype(payload["dtype"]) if payload["dtype"] else None,
             shard_size=payload["shard_size"],
             tokenizer_from=payload["tokenizer_from"],
         )
+
+
+def _dtype(name: str) -> torch.dtype:
+    """By the name that a configuration has for it, or torch."""
+    found = DTYPES.get(name) or getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 class _NoBatches:

@@ -28,6 +28,7 @@ from shardweave.models import (
     count_parameters,
     memory,
 )
+from shardweave.models.huggingface.families import family_for
 
 __all__ = ["Overview"]
 
@@ -136,6 +137,7 @@ class Overview:
             "work",
             f"{work.model / 1e12:.4g} TFLOP a step, {work.model / layout.world_size / 1e12:.4g} a rank{more}",
         )
+        yield "export", _export(self.shape)
 
     def _sharing(self) -> str:
         config, layout = self.config, self.layout
@@ -265,6 +267,14 @@ def _mlp(shape: TransformerConfig) -> str:
 
 def _active(shape: TransformerConfig) -> str:
     return f", {count_parameters(shape, active=True):,} of them for a token" if shape.experts else ""
+
+
+def _export(shape: TransformerConfig) -> str:
+    """Whether published files can hold the model, which is better known before it is trained."""
+    try:
+        return f"as {family_for(shape, None).architecture}"
+    except ValueError as error:
+        return f"not possible: {error}"
 
 
 def _part(part: Part) -> str:

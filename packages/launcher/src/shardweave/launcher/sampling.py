@@ -19,3 +19,5 @@ class Sampling:
     """Sample among so many likeliest; None: among all."""
     seed: int = 0
     """Of each prompt's own random numbers."""
+    ignore_end: bool = False
+    """Whether a text goes on behind its end-of-text token."""
