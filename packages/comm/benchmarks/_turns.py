@@ -3,7 +3,7 @@
 ::
 
     warm-up     every way, a few steps
-    round       way 1: one step | counted steps     way 2: one step | counted steps     ...
+    round       way 1: one step | counted steps     way 2: one step | counted steps     ...     (next, way 2 is first)
     bytes       way 1: | steps |     way 2: | steps |     ...     between barriers
 
 The first step after another way is not counted: it finds the caches full of that one's tensors. Ratios are taken
@@ -35,7 +35,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _LARGEST = 2**31 - 1, 2**25
 """Bytes on top of the heap that are kept, and up to which memory comes from the heap: what glibc allows at most."""
 
-__all__ = ["Found", "Turns", "combined", "in_turns", "keep_freed_memory", "network"]
+__all__ = ["Found", "Turns", "combined", "in_turns", "keep_freed_memory", "network", "rotated"]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def in_turns(
             way()
     taken: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in ways}
     losses = {}
-    for _ in range(turns.rounds):
-        for name, way in ways.items():
+    for round_ in range(turns.rounds):
+        for name in rotated(list(ways), round_):
+            way = ways[name]
             barrier(mesh.world)
             way()
             steps = []
@@ -122,6 +123,11 @@ def in_turns(
         )
         for name, way in ways.items()
     }
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """In a circle, another one first each time: who comes behind whom, and how warm the machine is, is nobody's lot."""
+    return [names[(place + by) % len(names)] for place in range(len(names))]
 
 
 def keep_freed_memory() -> None:

@@ -11,11 +11,14 @@ zb, V         ``zb-v``                            ScheduleZBVZeroBubble
 
 Two ranks compute: 4 blocks of a transformer (hidden 256, 4 heads, 128 tokens), 8 micro-batches of one sequence, with
 shapes fixed by the first step, as torch's are. Four ranks sleep (see ``_sleeping``): ``above`` is by how much a step is
-longer than its own schedule on paper. Memory is the most that torch's allocator holds during a step, on the rank with
-most, beside parameters, gradients and inputs; what a pipeline keeps between its steps, as torch's does its buffers, is
-part of it.
+longer than its own schedule on paper, and ``overslept`` what a rank's sleeps were too long in it, which is part of it.
+Ways take turns, another one first in each round; ratios are taken in a round, and of the rounds the median counts.
+Memory is the most that torch's allocator holds during a step, on the rank with most, beside parameters, gradients and
+inputs; what a pipeline keeps between its steps, as torch's does its buffers, is part of it, and of ours all memory that
+ranks share for messages.
 
-    python -m packages.pipeline.benchmarks.peers [--parts compute sleep] [--rounds 7] [--unit 60] [--json FILE]
+    python -m packages.pipeline.benchmarks.peers [--parts compute sleep] [--schedules ...] [--rounds 7] [--unit 60]
+                                                 [--json FILE]
 
 Ends with status 1 where gradients differ.
 """
@@ -33,7 +36,7 @@ from typing import Any
 
 import torch
 from packages.comm.benchmarks._tables import Table, Value, arguments, report, verdict
-from packages.comm.benchmarks._turns import Found, Turns, combined, in_turns
+from packages.comm.benchmarks._turns import Found, Turns, combined, in_turns, rotated
 from packages.pipeline.benchmarks._sleeping import Sleeper, Sleeps, Stretch, rehearsal, started_together
 from packages.pipeline.benchmarks._torch import TorchPipeline, simulated
 from packages.zero.benchmarks._gpt import SMALL, Block
@@ -105,7 +108,7 @@ def computing(pairs: Sequence[str], turns: Turns) -> dict[str, Measured]:
         ways = _ways(
             PAIRS[name], plan, partial(_blocks, plan, mesh.pp.rank), mesh, (SMALL.sequence, SMALL.hidden)
         )
-        differ, peaks = _compared(ways), {way: its.peak for way, its in ways.items()}
+        differ, peaks = _compared(ways), _peaks_of(ways, mesh)
         found = in_turns(
             {way: partial(_zero, its.step) for way, its in ways.items()}, mesh, turns, counts=False
         )
@@ -123,12 +126,12 @@ def sleeping(pairs: Sequence[str], unit: float, rounds: int) -> dict[str, Measur
         each, sleeps = unit * mesh.pp.size / plan.num_stages, Sleeps(1e-3, rehearse=rehearsal())
         build = partial(_sleepers, plan, mesh.pp.rank, sleeps)
         ways = _ways(PAIRS[name], plan, build, mesh, (4096,))
-        differ, peaks = _compared(ways), {way: its.peak for way, its in ways.items()}
+        differ, peaks = _compared(ways), _peaks_of(ways, mesh)
         sleeps.seconds = each
         stretches: dict[str, list[Stretch]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            for way, its in ways.items():
-                stretches[way].append(started_together(its.step, sleeps, mesh, mesh.pp))
+        for round_ in range(rounds):
+            for way in rotated(list(ways), round_):
+                stretches[way].append(started_together(ways[way].step, sleeps, mesh, mesh.pp))
         paper = plan.simulate(Costs(forward=each, backward=2 * each, weight=each)).step_time
         on_paper = {OURS: paper, HEADERS: paper, TORCH: simulated(ways[TORCH].order, each)}
         measured[name] = Measured(peaks, differ, {}, stretches, on_paper)
@@ -203,6 +206,12 @@ def _peak(profile: Any) -> int:
     return most
 
 
+def _peaks_of(ways: Mapping[str, _Way], mesh: Mesh) -> dict[str, int]:
+    """By way; both of ours use the memory that this rank shares."""
+    shared = 0 if mesh.pp.neighbours is None else mesh.pp.neighbours.num_bytes
+    return {way: its.peak + (shared if way != TORCH else 0) for way, its in ways.items()}
+
+
 def _blocks(plan: Schedule, rank: int) -> list[nn.Module]:
     each = LAYERS // plan.num_stages
     stages: list[nn.Module] = []
@@ -270,28 +279,34 @@ def sleep_rows(by_rank: Sequence[Mapping[str, Measured]]) -> list[dict[str, Valu
     rows: list[dict[str, Value]] = []
     for name in by_rank[0]:
         ranks = [of_rank[name] for of_rank in by_rank]
-        ms = {
-            way: 1e3 * statistics.median(max(its.whole for its in step) for step in zip(*steps, strict=True))
-            for way in ranks[0].stretches
-            if (steps := [its.stretches[way] for its in ranks])
+        steps = {
+            way: list(zip(*(its.stretches[way] for its in ranks), strict=True)) for way in ranks[0].stretches
         }
-        above = {way: ms[way] - 1e3 * ranks[0].on_paper[way] for way in ms}
-        for way, took in ms.items():
-            ratio, memory = above[way] / above[TORCH], _peaks(ranks, way) / _peaks(ranks, TORCH)
+        ms = {way: [1e3 * max(its.whole for its in step) for step in every] for way, every in steps.items()}
+        above = {way: [took - 1e3 * ranks[0].on_paper[way] for took in ms[way]] for way in ms}
+        for way, every in steps.items():
+            ratio, memory = _over(above[way], above[TORCH]), _peaks(ranks, way) / _peaks(ranks, TORCH)
+            overslept = [1e3 * statistics.mean(its.slept - its.asked for its in step) for step in every]
             rows.append(
                 {
                     "schedule": name,
                     "way": way if way != TORCH else PAIRS[name].torch,
-                    "ms": took,
+                    "ms": statistics.median(ms[way]),
                     "on paper": 1e3 * ranks[0].on_paper[way],
-                    "above": above[way],
+                    "above": statistics.median(above[way]),
+                    "overslept": statistics.median(overslept),
                     "over torch's": ratio,
-                    "time": took / ms[TORCH],
+                    "time": _over(ms[way], ms[TORCH]),
                     "memory": memory,
                     **_asked(way, "above", ratio, 0.8, memory, ranks),
                 }
             )
     return rows
+
+
+def _over(mine: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(one / other for one, other in zip(mine, others, strict=True))
 
 
 def _peaks(ranks: Sequence[Measured], way: str) -> int:
@@ -329,8 +344,7 @@ def main() -> None:
             Table(title, compute_rows(run_ranks(computing, 2, options.schedules, turns, timeout=1800)))
         )
     if "sleep" in options.parts:
-        rounds = max(1, options.rounds // 2)
-        by_rank = run_ranks(sleeping, 4, options.schedules, options.unit / 1e3, rounds, timeout=1800)
+        by_rank = run_ranks(sleeping, 4, options.schedules, options.unit / 1e3, options.rounds, timeout=1800)
         title = f"4 ranks sleep, 8 micro-batches, {options.unit:g} ms for each of F, I and W: over torch's"
         tables.append(Table(title, sleep_rows(by_rank)))
     report(tables, options.json)
