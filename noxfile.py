@@ -34,7 +34,7 @@ nox.options.sessions = ["lint", "typecheck", "tests", "docs"]
 ROOT = Path(__file__).parent
 BASE = ROOT / ".nox" / "base"
 CONSTRAINTS = ROOT / "constraints.txt"
-BENCHMARKS = ["collectives", "comm", "models", "pipeline", "tensor_parallel", "zero"]
+BENCHMARKS = ["collectives", "comm", "launcher", "models", "pipeline", "tensor_parallel", "zero"]
 QUICKSTART = ROOT / "packages/launcher/src/shardweave/launcher/quickstart.yaml"
 
 # Shared by all environments. numpy, because torch warns without it; hatchling and editables, because the

@@ -33,7 +33,7 @@ from shardweave.launcher.data.tokens import ArrayTokens, Tokens
 if TYPE_CHECKING:
     from shardweave.launcher.data.build import Watcher
 
-__all__ = ["IN_MEMORY", "open_corpus"]
+__all__ = ["IN_MEMORY", "builtin_files", "open_corpus"]
 
 IN_MEMORY = 64 << 20
 """Bytes of text that every rank reads and keeps for itself, where a token is a byte."""
@@ -53,7 +53,7 @@ def open_corpus(source: str, words: Tokenizer, field: str = "text", watcher: Wat
     """
     if (prefix := prefix_of(source)) is not None:
         return _built(prefix, words)
-    files = _builtin() if source == "builtin" else find_texts(source)
+    files = builtin_files() if source == "builtin" else find_texts(source)
     if not isinstance(words, ByteTokenizer) or sum(map(_text_bytes, files)) > IN_MEMORY:
         from shardweave.launcher.data.cache import cached_tokens
 
@@ -103,7 +103,12 @@ def _closed(texts: Iterator[str], words: ByteTokenizer) -> Iterator[NDArray[np.u
             yield np.append(words.encode(text), np.uint8(words.end_of_text))
 
 
-def _builtin() -> list[TextFile]:
+def builtin_files() -> list[TextFile]:
+    """The files of the built-in source.
+
+    Raises:
+        DataError: this Python keeps none.
+    """
     root = sysconfig.get_paths()["stdlib"]
     names = sorted(_library(root))
     if not names:

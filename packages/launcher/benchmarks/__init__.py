@@ -1,0 +1,6 @@
+"""The launcher measured on this machine: ``nox -s "bench(launcher)"``.
+
+=============  ===================================================================================================
+building       `data build` beside the tokenizer alone, and the memory that it takes for a file of a gigabyte
+=============  ===================================================================================================
+"""
