@@ -15,9 +15,10 @@ from torch import Tensor
 
 from shardweave.comm import Mesh
 from shardweave.launcher.config import Config
-from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
+from shardweave.launcher.data.dataset import IGNORED, Corpus, Dataset, MicroBatch, Source
 from shardweave.launcher.data.tokenizer import ByteTokenizer
-from shardweave.launcher.data.validation import ValidationSource
+from shardweave.launcher.data.tokens import ArrayTokens
+from shardweave.launcher.data.validation import ValidationSource, validation_sources
 from shardweave.launcher.evaluation import Evaluation, evaluate
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
@@ -130,6 +131,51 @@ def test_every_layout_finds_what_one_process_does_over_all_samples_and_in_rounds
         assert found.loss == pytest.approx(expected.loss, rel=1e-12)
         assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=1e-12)
         mesh.close()
+
+
+def _several(separate: bool) -> Dataset:
+    """Two sources, of which one has half as much for validation, in short documents; the second is there twice."""
+
+    def corpus(name: str, seed: int, documents: int) -> Corpus:
+        draw = np.random.default_rng(seed)
+        pieces = [np.append(draw.integers(1, 256, 10), 0).astype(np.uint8) for _ in range(documents)]
+        return Corpus(name, lambda: ArrayTokens.of(name, pieces), 8, 0.25)
+
+    sources = [
+        Source(corpus(name, number, 12 + 12 * number), number=number) for number, name in enumerate("abb")
+    ]
+    for source in sources:
+        source.corpus.spans  # noqa: B018 - opened, as those that have samples are
+    return Dataset(tuple(sources), separate_documents=separate)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_documents_apart_and_sources_have_their_losses_in_every_layout() -> None:
+    for separate in (True, False):
+        dataset = _several(separate)
+        reference = Trainer(_config(), Mesh.single(), dataset=dataset)
+        expected = reference.evaluate()
+        assert expected is not None
+        assert list(expected.losses) == ["a", "b", "b (2)"]
+        weighed = 0.0
+        for source in validation_sources(dataset):
+            alone = evaluate(reference.parts, reference.mesh, [source], None, BYTES)
+            assert alone is not None
+            assert expected.losses[source.name] == pytest.approx(alone.loss, rel=1e-12)
+            weighed += alone.loss * alone.tokens
+        assert expected.loss == pytest.approx(weighed / expected.tokens, rel=1e-12)
+        inputs = 8 * dataset.num_validation
+        assert (expected.tokens < inputs) if separate else (expected.tokens == inputs)
+        for sizes in ({"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}):
+            mesh = Mesh.of(sizes)
+            found = Trainer(_config("zero.stage=3"), mesh, dataset=dataset).evaluate()
+            assert found is not None
+            assert found.tokens == expected.tokens
+            assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+            assert (found.loss, found.bits_per_byte) == pytest.approx(
+                (expected.loss, expected.bits_per_byte), rel=1e-12
+            )
+            mesh.close()
 
 
 def test_a_large_validation_set_is_read_a_round_at_a_time() -> None:

@@ -13,6 +13,7 @@ Batches are read one at a time: a validation set may be larger than memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,12 +38,18 @@ class ValidationSource:
 
 
 def validation_sources(dataset: Dataset) -> list[ValidationSource]:
-    """Those of a dataset that have any sample for validation."""
+    """Those of a dataset that have any sample for validation; one that is there again has its place behind its name."""
 
     def read(first: int, numbers: NDArray[np.int64]) -> MicroBatch:
         return dataset.micro_batch(first + numbers)
 
-    return [ValidationSource(part.name, part.count, partial(read, part.first)) for part in dataset.held_out]
+    times: Counter[str] = Counter()
+    found = []
+    for part in dataset.held_out:
+        times[part.name] += 1
+        name = part.name if times[part.name] == 1 else f"{part.name} ({times[part.name]})"
+        found.append(ValidationSource(name, part.count, partial(read, part.first)))
+    return found
 
 
 def chosen(samples: Sequence[int], most: int | None) -> list[int]:
