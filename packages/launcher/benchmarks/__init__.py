@@ -2,5 +2,6 @@
 
 =============  ===================================================================================================
 building       `data build` beside the tokenizer alone, and the memory that it takes for a file of a gigabyte
+indexed        files of tokens written, opened and read beside megatron-core's, where that is installed
 =============  ===================================================================================================
 """

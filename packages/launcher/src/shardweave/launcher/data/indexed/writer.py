@@ -69,6 +69,7 @@ class IndexedWriter:
         self, prefix: Path | str, dtype: DTypeLike, *, modes: bool = False, overwrite: bool = False
     ) -> None:
         self.prefix, self.dtype = Path(prefix), integer_dtype(dtype)
+        self._bounds = int(np.iinfo(self.dtype).min), int(np.iinfo(self.dtype).max)
         self.documents = self.sequences = self.tokens = 0
         """Written so far; empty documents do not count."""
         self._has_modes, self._overwrite = modes, overwrite
@@ -220,15 +221,20 @@ class IndexedWriter:
 
     def _check_range(self, tokens: NDArray[Any]) -> None:
         """A conversion wraps without a word: 70,000 becomes 4,464."""
-        if not np.issubdtype(tokens.dtype, np.integer):
+        if tokens.dtype.kind not in "iu":
             raise TypeError(f"tokens of type {tokens.dtype}: they are whole numbers")
-        if np.can_cast(tokens.dtype, self.dtype) or not len(tokens):
+        least, most = self._bounds
+        if least == 0 and len(tokens):
+            # As if it had no sign, a token below 0 is a very large one: one pass finds both.
+            if int(tokens.view(f"u{tokens.dtype.itemsize}").max()) <= most:
+                return
+        elif np.can_cast(tokens.dtype, self.dtype) or not len(tokens):
             return
-        bounds, lowest, highest = np.iinfo(self.dtype), int(tokens.min()), int(tokens.max())
-        if lowest < bounds.min or highest > bounds.max:
-            token = lowest if lowest < bounds.min else highest
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if lowest < least or highest > most:
+            token = lowest if lowest < least else highest
             raise DataError(
-                f"{self.prefix}: token {token} is not in {self.dtype.name} ({bounds.min} to {bounds.max}); write a "
+                f"{self.prefix}: token {token} is not in {self.dtype.name} ({least} to {most}); write a "
                 "wider type: `token_dtype` of the tokenizer's vocabulary"
             )
 
