@@ -11,7 +11,8 @@ from shardweave.launcher.metrics import MetricsFile, StepMetrics, peak_flops, re
 from shardweave.launcher.run_directory import RunDirectory
 
 KEYS = """step, loss, lr, grad_norm, tokens, step_seconds, tokens_per_second, tflops_per_device, mfu,
-tflops_hardware_per_device, comm_seconds, comm_exposed_seconds, comm_fraction, comm_bytes, memory_gib, skipped"""
+tflops_hardware_per_device, comm_seconds, comm_exposed_seconds, comm_fraction, comm_bytes, data_seconds, memory_gib,
+skipped"""
 
 
 def _metrics(step: int, loss: float = 2.0) -> StepMetrics:
@@ -30,6 +31,7 @@ def _metrics(step: int, loss: float = 2.0) -> StepMetrics:
         comm_exposed_seconds=0.05,
         comm_fraction=0.1,
         comm_bytes={"tp": 10, "data": 20},
+        data_seconds=0.01,
         memory_gib=0.25,
         skipped=False,
         extra={"balance_loss": 0.5},

@@ -127,7 +127,6 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("data", "source"), [{"source": "a.txt", "weight": 1}]),
         (("zero", "offload"), "cpu"),
         (("zero", "offload"), "disk"),
         (("guard", "nonfinite"), "rollback"),

@@ -79,6 +79,8 @@ TABLE: tuple[Row, ...] = (
     Row("data.tokenizer", Kind.FREE),  # what it does is compared, not where it lies
     Row("data.end_of_text", Kind.FREE),  # it is in the text, which is compared
     Row("data.field", Kind.FREE),
+    Row("data.workers", Kind.FREE),
+    Row("data.log_samples", Kind.FREE),
     Row("parallel", Kind.FREE),
     Row("zero", Kind.FREE),
     Row("zero.gradient_dtype", Kind.TOLD),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 from shardweave.comm import Mesh, broadcast_value, gather_values
 from shardweave.launcher._version import __version__
 from shardweave.launcher.config import Config
+from shardweave.launcher.data.position import Given, Position
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.resumable import (
     Resumable,
+    RunValues,
     changes_since,
     find_resumable,
     nothing_whole,
@@ -29,7 +32,6 @@ from shardweave.launcher.resumable import (
     values_of,
 )
 from shardweave.launcher.trainer import Trainer
-from shardweave.launcher.words import tokenizer_of
 from shardweave.zero.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
@@ -123,9 +125,9 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
             damaged.append(str(error))
             warn(f"warning: {path.name} is passed over: {error}")
             continue
-        for text in (*changes_since(trainer.config, path, values), *_data_changes(trainer, values.data)):
+        others = trainer.continue_from(values.step, values.samples, _position(values))
+        for text in (*changes_since(trainer.config, path, values), *others):
             warn(f"warning: {text}")
-        trainer.continue_from(values.step, values.samples)
         _supersede(trainer, root, warn)
         return path
     if damaged:
@@ -178,15 +180,20 @@ def _supersede(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Non
             warn(f"warning: {path.name} lies after the checkpoint that is continued; it is now {aside}")
 
 
-def _data_changes(trainer: Trainer, then: Mapping[str, Any]) -> Sequence[str]:
-    """What no setting shows: the same files with another text. An import has seen none."""
-    if then.get("fingerprint") in ("", _data(trainer)["fingerprint"]):
-        return ()
-    return ("the text of `data.source` has changed since the checkpoint",)
-
-
 def _data(trainer: Trainer) -> dict[str, Any]:
-    """What tells the text of one run, and what its tokens mean, from another's; nothing for who has read no text."""
-    if trainer.dataset is None:
-        return {"fingerprint": "", "tokenizer": ""}
-    return {"fingerprint": trainer.dataset.fingerprint, "tokenizer": tokenizer_of(trainer.config).fingerprint}
+    position = trainer.position
+    return {
+        "fingerprint": trainer.dataset.fingerprint if trainer.dataset else "",
+        **({} if position is None else position.plain()),
+    }
+
+
+def _position(values: RunValues) -> Position | None:
+    """Where the run was in its data; None: it had none, as an import."""
+    if "sources" in values.data:
+        return Position.read(values.data)
+    if not values.data.get("fingerprint"):
+        return None
+    # A checkpoint of before there were blends: one source, wherever it lay.
+    given = Given(0, "", values.data["fingerprint"], Fraction(1), before=0, taken=values.samples)
+    return Position(0, (given,))

@@ -242,6 +242,11 @@ class Data(_Block):
     separate_documents: Flag = False
     """Whether documents of one sample are kept apart: their tokens do not see each other, and none is to predict the
     first one of the next document."""
+    workers: Natural = 1
+    """Threads of a rank that make the next steps' micro-batches while a step computes; 0: each is made when its step
+    begins."""
+    log_samples: Flag = False
+    """Whether the ids of every step's samples are written to ``samples.jsonl`` in the run's directory."""
 
 
 class Parallel(_Block):

@@ -57,12 +57,13 @@ class Meter:
             min(seconds, sum(traffic.exposed for traffic in spent.values())),
             _memory(self._trainer.parts.device),
             float(ledger.total(link="network").sent - self._crossed),
+            self._trainer.data_seconds,
             *(float(spent[axis].sent) if axis in spent else 0.0 for axis in _AXES),
         ]
         device = self._trainer.parts.device
         worst = torch.tensor(mine, dtype=torch.float64, device=device)
         worst = all_reduce(worst, self._trainer.mesh.world, "max")
-        seconds, comm, exposed, memory, crossed, *sent = worst.tolist()
+        seconds, comm, exposed, memory, crossed, waited, *sent = worst.tolist()
         seconds_of_all = seconds * self._trainer.mesh.world.size
         per_device = self._flops.model / seconds_of_all
         return StepMetrics(
@@ -80,6 +81,7 @@ class Meter:
             comm_exposed_seconds=exposed,
             comm_fraction=exposed / seconds,
             comm_bytes={axis: int(count) for axis, count in zip(_AXES, sent, strict=True) if count},
+            data_seconds=waited,
             memory_gib=memory / 2**30,
             skipped=result.skipped,
             extra=self._extra(result, crossed),

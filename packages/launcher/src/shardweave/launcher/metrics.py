@@ -49,6 +49,8 @@ class StepMetrics:
     """Exposed communication as a share of the step."""
     comm_bytes: Mapping[str, int]
     """Bytes that the worst rank sent, by axis."""
+    data_seconds: float
+    """How long the step waited for its micro-batches to be made: the worst rank's."""
     memory_gib: float
     """Peak of the worst rank: device memory allocated, or resident memory on a CPU."""
     skipped: bool

@@ -52,6 +52,10 @@ class RunDirectory:
         return self.path / "texts.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def ranks(self) -> Path:
         return self.path / "ranks.json"
 

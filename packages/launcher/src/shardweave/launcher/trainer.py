@@ -18,8 +18,9 @@ One step::
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,9 +32,11 @@ from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_
 from shardweave.launcher.assembly import Assembly, assemble
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_dataset
-from shardweave.launcher.data.batches import Batches, BatchSource
+from shardweave.launcher.data.batches import Batches, BatchSource, Transform
 from shardweave.launcher.data.blend import BlendOrder
 from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
+from shardweave.launcher.data.loader import Loader
+from shardweave.launcher.data.position import Given, Position, continued
 from shardweave.launcher.data.validation import validation_sources
 from shardweave.launcher.evaluation import Evaluation, evaluate
 from shardweave.launcher.learning_rate import learning_rate
@@ -83,6 +86,8 @@ class Trainer:
         mesh: axes over the initialised world (or one process without ``torch.distributed``).
         dataset: the samples; None: read from `config.data`.
         batches: where training micro-batches come from; None: the sample order over `dataset`.
+        transform: changes each sample's tokens before it is trained on, with random numbers of its own
+            (:class:`~shardweave.launcher.data.Batches`); without an effect on `batches`.
 
     Raises:
         ConfigError: for a layout, batch or corpus that does not fit; on every rank alike.
@@ -95,40 +100,81 @@ class Trainer:
         *,
         dataset: Dataset | None = None,
         batches: BatchSource | None = None,
+        transform: Transform | None = None,
     ) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self._transform = config, mesh, transform
         self.parts: Assembly = assemble(config, mesh)
         if dataset is None and batches is None:
             dataset = open_dataset(config, self.parts.shape.sequence)
         self.dataset = dataset
-        self.batches: BatchSource = batches if batches is not None else self._ordered(dataset)
+        self._order: BlendOrder | None = None
+        self._gone: tuple[Given, ...] = ()
+        if batches is not None:
+            self.batches = batches
+        elif dataset is not None:
+            self._follow(dataset, BlendOrder(dataset.sources, config.run.seed))
         self.step = 0
         """Optimizer steps done."""
         self.samples = 0
         """Samples trained on, over all ranks: the position in the sample order."""
+        self.data_seconds = 0.0
+        """How long the last step waited for its micro-batches, on this rank."""
+        self.trained_on: tuple[tuple[int, ...], ...] = ()
+        """The ids of the last step's samples on this rank, by micro-batch."""
 
-    def _ordered(self, dataset: Dataset | None) -> Batches:
-        if dataset is None:
-            raise ValueError("a trainer without batches of its own needs a dataset")
-        seed, plan = self.config.run.seed, self.parts.plan
-        return Batches(
-            dataset=dataset,
-            order=BlendOrder(dataset.sources, seed),
+    batches: BatchSource
+    """Where the training micro-batches come from."""
+
+    def _follow(self, dataset: Dataset, order: BlendOrder) -> None:
+        """Takes the micro-batches from an order over the samples of a dataset."""
+        self.close()
+        config, plan, device = self.config, self.parts.plan, self.parts.device
+        self.dataset, self._order = replace(dataset, sources=order.sources), order
+        batches = Batches(
+            dataset=self.dataset,
+            order=order,
             global_batch=plan.global_batch,
             micro=plan.micro,
             replicas=plan.data,
             replica=self.mesh.dp.rank,
-            seed=seed,
+            transform=self._transform,
+            seed=config.run.seed,
         )
+        pin = device if device.type == "cuda" else None
+        self.batches = Loader(batches, plan.global_batch, workers=config.data.workers, pin=pin)
 
-    def continue_from(self, step: int, samples: int) -> None:
-        """Moves the step and the position in the data; parameters and optimizer state are restored elsewhere."""
+    def close(self) -> None:
+        """Ends the threads that make micro-batches; a next step starts others. Otherwise they end with the trainer."""
+        loader = getattr(self, "batches", None)
+        if isinstance(loader, Loader):
+            loader.close()
+
+    @property
+    def position(self) -> Position | None:
+        """Where this run is in its data; None with batches of the caller's."""
+        return None if self._order is None else Position.of(self._order, self.samples, self._gone)
+
+    def continue_from(self, step: int, samples: int, position: Position | None = None) -> tuple[str, ...]:
+        """Moves the step and the position in the data; parameters and optimizer state are restored elsewhere.
+
+        `position`: where the run was, if that is known; its sources may be others now. Returns what is different then.
+        """
         self.step, self.samples = step, samples
+        if position is None or self.dataset is None or self._order is None:
+            return ()
+        found = continued(position, samples, self.dataset.sources, self.config.run.seed)
+        self._gone = found.gone
+        self._follow(self.dataset, found.order)
+        return found.changes
 
     def train_step(self) -> StepResult:
         """One optimizer step over a global batch; the same result on every rank."""
         parts, settings = self.parts, self.config.optimizer
-        micro_batches = [batch.to(parts.device) for batch in self.batches.at(self.samples)]  # [1]
+        began = time.perf_counter()
+        made = self.batches.at(self.samples)  # [1]
+        self.data_seconds = time.perf_counter() - began
+        self.trained_on = tuple(tuple(batch.samples.tolist()) for batch in made)
+        micro_batches = [batch.to(parts.device) for batch in made]
         tokens = self._sum(sum(_valid(batch) for batch in micro_batches))  # [2]
         rate = learning_rate(self.step, self.config.run.steps, settings)
         for group in parts.optimizer.param_groups:

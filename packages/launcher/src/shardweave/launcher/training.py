@@ -22,6 +22,7 @@ from shardweave.launcher.metrics import MetricsFile
 from shardweave.launcher.reading import config_text
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.same_data import check_same_data
+from shardweave.launcher.sample_log import samples_of_step
 from shardweave.launcher.shape import resolved
 from shardweave.launcher.stopping import Stop, Stopping
 from shardweave.launcher.trainer import Trainer
@@ -56,6 +57,7 @@ class Training:
         self._saved = -1
         self._metrics: MetricsFile | None = None
         self._texts: MetricsFile | None = None
+        self._samples: MetricsFile | None = None
 
     def run(self) -> Stop | None:
         """Trains to the last step, or until a stop that the ranks agree on, which is returned.
@@ -77,10 +79,13 @@ class Training:
             self._metrics = MetricsFile(self.run_directory.metrics, keep_steps=trainer.step)
             if self.config.run.sample_every:
                 self._texts = MetricsFile(self.run_directory.texts, keep_steps=trainer.step)
+            if self.config.data.log_samples:
+                self._samples = MetricsFile(self.run_directory.samples, keep_steps=trainer.step)
         try:
             return self._steps()
         finally:
-            for file in (self._metrics, self._texts):
+            trainer.close()
+            for file in (self._metrics, self._texts, self._samples):
                 if file is not None:
                     file.close()
 
@@ -94,6 +99,8 @@ class Training:
             meter.start()
             result = trainer.train_step()
             self._record(meter.stop(result).record())
+            if settings.data.log_samples:
+                self._log_samples()
             warning = guards.check(result)
             if warning:
                 self._say(f"warning: {warning}")
@@ -130,6 +137,11 @@ class Training:
             self._texts.write({"step": step, "prompt": prompt, "text": text})
         for line in shown(step, text, str(self.run_directory.texts)):
             self._say(line)
+
+    def _log_samples(self) -> None:
+        samples = samples_of_step(self.trainer)
+        if self._samples is not None:
+            self._samples.write({"step": self.trainer.step, "samples": samples})
 
     def _save(self) -> None:
         path = save(

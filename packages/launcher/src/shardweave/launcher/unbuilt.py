@@ -36,7 +36,6 @@ def _not(*built: object) -> Callable[[Any], bool]:
 
 
 table: tuple[Row, ...] = (
-    Row(("data", "source"), lambda value: isinstance(value, list), "a blend of corpora", "one path or glob"),
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
     Row(
         ("guard", "nonfinite"),

@@ -48,6 +48,11 @@ class MicroBatch:
     documents: Tensor | None = None
     """Where documents are kept apart: the number in its row of each input's document, int64 ``[b, s]``."""
 
+    def pinned(self) -> MicroBatch:
+        """The same in pinned memory of the host."""
+        parts = (self.samples, self.inputs, self.targets, self.documents)
+        return MicroBatch(*(part if part is None else part.pin_memory() for part in parts))  # type: ignore[arg-type]
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device; from pinned memory the copy does not keep the caller waiting."""
         parts = (self.samples, self.inputs, self.targets, self.documents)
