@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from packages.launcher.tests.small_tokenizers import WORDS, byte_level, saved
 from torch import Tensor
 
 from shardweave.comm import Mesh
@@ -22,6 +24,7 @@ from shardweave.launcher.data.validation import ValidationSource, validation_sou
 from shardweave.launcher.evaluation import Evaluation, evaluate
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
+from shardweave.launcher.words import tokenizer_of
 
 SETTINGS = [
     "precision=fp64",
@@ -218,6 +221,28 @@ def test_bits_per_byte_are_the_same_in_every_tokenizer_for_a_text_that_is_as_lik
         found[name] = evaluation.bits_per_byte
     assert found["bytes"] == pytest.approx(4.0, rel=1e-12)
     assert found["pairs"] == pytest.approx(4.0, rel=1e-12)
+
+
+def test_a_run_counts_the_bytes_of_its_own_tokenizer(tmp_path: Path) -> None:
+    """Whoever finds each byte of a text equally likely has the same bits per byte, however the text is cut."""
+    folder = saved(byte_level(), tmp_path / "words")
+    for name in ("byte", str(folder)):
+        config = _config(f"data.tokenizer={name}", "run.eval_samples=all")
+        words = tokenizer_of(config)
+        documents = [np.append(words.encode(text), words.end_of_text) for text in WORDS * 4]
+        dataset = Dataset.cut(ArrayTokens.of("text", documents), 8, 0.5)
+        trainer = Trainer(config, Mesh(), dataset=dataset)
+        each = torch.from_numpy(words.token_bytes).double() * 3 * math.log(2)
+
+        def three_bits_a_byte(output: Tensor, targets: Tensor, each: Tensor = each) -> Tensor:
+            return each[targets].sum() + 0.0 * output.sum()
+
+        for stage in trainer.parts.pipeline.stages.values():
+            stage._loss = three_bits_a_byte
+        found = trainer.evaluate()
+        assert found is not None
+        assert found.bits_per_byte == pytest.approx(3.0, rel=1e-12)
+        assert (found.loss > 3.0) == (name != "byte")  # a token of several bytes costs more
 
 
 @pytest.mark.ranks(2)
