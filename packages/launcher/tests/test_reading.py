@@ -53,7 +53,7 @@ model:
   router_bias: 0.0
   head_z_loss: 0.0
 data:       {source: builtin, tokenizer: byte, end_of_text: auto, field: text, validation: 0.05,
-             validation_source: null, separate_documents: false}
+             validation_source: null, separate_documents: false, workers: 1, log_samples: false}
 parallel:   {data: auto, tensor: 1, pipeline: 1, context: 1, context_form: ring, expert: 1, sequence: true,
              keep_inputs: false, decomposed: false, schedule: 1f1b, chunks: 1}
 zero:       {stage: 1, offload: none, prefetch: auto, max_live_parameters: auto, keep_gathered: auto,
