@@ -9,7 +9,7 @@ tokenizer. Each step prints what it found and ends the program where something d
     [3] the commands  import and export with tp 3 and pp 2: the same bytes, the same tokenizer
     [4] training      10 steps with tp 3 and pp 2, and in one process: losses within 1e-5
     [5] out           what was trained, exported by the six ranks: transformers' logits are ours
-    [6] tokenizer     GPT-2's files go through a run and give the same ids
+    [6] tokenizer     GPT-2's files go through a run and give the same ids, ours and transformers', and a build has them
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from torch import Tensor
 from shardweave.comm import Mesh
 from shardweave.comm.testing import run_ranks
 from shardweave.launcher.data.dataset import MicroBatch
+from shardweave.launcher.data.indexed import IndexedTokens
+from shardweave.launcher.data.tokenizer import open_tokenizer
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.trainer import Trainer
 from shardweave.models import from_huggingface, huggingface_config, to_huggingface
@@ -144,6 +146,12 @@ def gpt2_tokenizer(folder: Path) -> list[int]:
         for place in (published, folder / "gpt2-out")
     )
     assert before == after
+    words = open_tokenizer(str(folder / "gpt2-out"))
+    assert (words.vocab, words.end_of_text) == (50257, 50256)
+    assert words.encode(TEXT).tolist() == before
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    command("data", "build", folder / "text.txt", "--tokenizer", published, "--out", folder / "gpt2-tokens")
+    assert IndexedTokens(folder / "gpt2-tokens").read(0, len(before) + 1).tolist() == [*before, 50256]
     found: list[int] = GPT2TokenizerFast.from_pretrained(folder / "gpt2-out")("Hello world")["input_ids"]
     return found
 

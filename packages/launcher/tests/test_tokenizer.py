@@ -14,6 +14,7 @@ from tokenizers import processors
 
 from shardweave.launcher.changes import Kind, row_of
 from shardweave.launcher.data.errors import DataError, EndOfTextError
+from shardweave.launcher.data.file_tokenizer import _fingerprint
 from shardweave.launcher.data.tokenizer import Tokenizer, open_tokenizer
 from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
@@ -123,6 +124,9 @@ def test_the_fingerprint_is_of_what_it_does_and_not_of_how_it_is_written(tmp_pat
     assert open_tokenizer(str(again)).fingerprint == words.fingerprint
     assert open_tokenizer(str(again), "<other>").fingerprint == words.fingerprint  # of texts, the same
     assert _opened(byte_level(vocab=301), tmp_path / "two").fingerprint != words.fingerprint
+    one, other = dict(written), dict(written)
+    one["model"], other["model"] = written["model"] | {"unk_id": 0}, written["model"] | {"unk_id": None}
+    assert _fingerprint(one) != _fingerprint(other) == words.fingerprint
 
 
 def test_files_say_which_token_ends_a_document(tmp_path: Path) -> None:
@@ -159,6 +163,7 @@ def test_gpt2s_two_files_are_its_tokenizer_json(tmp_path: Path) -> None:
     found = open_tokenizer(str(two))
     assert sorted(path.name for path in two.iterdir()) == ["merges.txt", "vocab.json"]
     assert (found.vocab, found.end_of_text) == (words.vocab, words.end_of_text)
+    assert found.fingerprint == words.fingerprint
     for text in TEXTS:
         assert found.encode(text).tolist() == words.encode(text).tolist()
     (two / "merges.txt").unlink()

@@ -28,6 +28,8 @@ from shardweave.launcher.data.tokenizer import AUTO
 __all__ = ["FileTokenizer", "read_tokenizer"]
 
 _NOT_FOR_CORPORA = ("truncation", "padding", "post_processor")
+_OF_NO_TOKEN = ("version", "decoder")
+"""What has no part in which tokens a text has."""
 _WRITTEN = "tokenizer.json"
 
 
@@ -192,10 +194,15 @@ def _gpt2(folder: Path) -> dict[str, Any]:
 
 def _fingerprint(definition: Mapping[str, Any]) -> str:
     """The same for two files that mean the same, though a library has written one of them anew."""
-    model = dict(definition["model"])
+    # What is not there, null, empty and false are the same to the library; a 0 may be a token's number.
+    model = {
+        key: value
+        for key, value in definition["model"].items()
+        if not (value is None or value is False or value == "")
+    }
     if isinstance(model.get("merges"), list):  # once "a b", today ["a", "b"]
         model["merges"] = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-    rest = {key: value for key, value in definition.items() if key not in (*_NOT_FOR_CORPORA, "version")}
+    rest = {key: value for key, value in definition.items() if key not in (*_NOT_FOR_CORPORA, *_OF_NO_TOKEN)}
     text = json.dumps(rest | {"model": model}, sort_keys=True)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
