@@ -33,7 +33,7 @@ _FORMAT = 1
 """Of the files of a piece, and of what is in them: another number makes what is there worthless."""
 _TOGETHER = 1 << 18
 """Characters of short documents that are given to the tokenizer at once."""
-_LONG = 1 << 19
+_LONG = 1 << 17
 """Characters of a document that is given in blocks."""
 _TOO_LONG = 1 << 24
 """Characters of a stretch without a place to cut that a person should hear of."""
