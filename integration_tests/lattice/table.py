@@ -119,6 +119,7 @@ OPTIONS: tuple[Option, ...] = (
     _layout("hierarchy", "comm.hierarchy", "auto", "flat", "two-level"),
     _layout("memory", "comm.shared_memory", True, False),
     _layout("debug", "comm.debug", False, True),
+    _layout("workers", "data.workers", 1, 0, 3),
     Option(
         "recompute",
         {
@@ -173,7 +174,13 @@ OPTIONS: tuple[Option, ...] = (
     _run("decay", "optimizer.weight_decay", 0.1, 0.0),
     _run("clip", "optimizer.clip", 1.0, 0.01, None),
     _run("rate", "optimizer.schedule", "cosine", "linear", "constant"),
-    _choice("text", builtin={}, lines={"data.source": LINES}),
+    _choice(
+        "text",
+        builtin={},
+        lines={"data.source": LINES},
+        blend={"data.source": [{"source": LINES, "weight": 0.7}, {"source": "builtin", "weight": 0.3}]},
+    ),
+    _run("documents_apart", "data.separate_documents", False, True),
     _choice(
         "numbers",
         fp64={"precision": "fp64"},
@@ -387,6 +394,13 @@ def settings(point: Point, folder: Path) -> dict[str, Any]:
     for option in OPTIONS:
         chosen.update(option.values[point[option.name]])
     chosen["batch.micro"] = SAMPLES // (point["data"] * point["accumulation"])
-    if chosen.get("data.source") == LINES:
-        chosen["data.source"] = str(folder / LINES)
+    if "data.source" in chosen:
+        chosen["data.source"] = _found(chosen["data.source"], folder)
     return chosen
+
+
+def _found(source: Any, folder: Path) -> Any:
+    """A source whose small corpus lies in `folder`."""
+    if isinstance(source, list):
+        return [{**one, "source": _found(one["source"], folder)} for one in source]
+    return str(folder / LINES) if source == LINES else source

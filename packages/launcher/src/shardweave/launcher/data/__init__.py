@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from shardweave.launcher.data.corpus import open_corpus
     from shardweave.launcher.data.dataset import IGNORED, Corpus, Dataset, MicroBatch, Source
     from shardweave.launcher.data.errors import DataError
+    from shardweave.launcher.data.loader import Loader
     from shardweave.launcher.data.order import SampleOrder
+    from shardweave.launcher.data.position import Position, continued
     from shardweave.launcher.data.tokenizer import Tokenizer, open_tokenizer
     from shardweave.launcher.data.tokens import ArrayTokens, Tokens
 
@@ -34,11 +36,14 @@ __all__ = [
     "Corpus",
     "DataError",
     "Dataset",
+    "Loader",
     "MicroBatch",
+    "Position",
     "SampleOrder",
     "Source",
     "Tokenizer",
     "Tokens",
+    "continued",
     "open_corpus",
     "open_tokenizer",
 ]
@@ -49,7 +54,10 @@ _HOME = {
     "Batches": "batches",
     "BlendOrder": "blend",
     "DataError": "errors",
+    "Loader": "loader",
+    "Position": "position",
     "SampleOrder": "order",
+    "continued": "position",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
     "open_corpus": "corpus",
