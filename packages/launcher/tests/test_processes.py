@@ -26,6 +26,7 @@ from shardweave.comm.zygote import Entry, Zygote
 from shardweave.launcher.failures import Outcome
 from shardweave.launcher.processes import launch_local
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
+from shardweave.launcher.restarts import Restarts
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 30.0  # seconds for an end, which takes one on an idle machine; by itself nothing ends sooner
@@ -329,12 +330,17 @@ def test_a_signal_to_the_launcher_ends_a_job_that_does_not_train(
 def test_a_restart_gets_a_fresh_store(zygote: Zygote, tmp_path: Path) -> None:
     started: list[list[int]] = []
     outcome = launch(
-        zygote, "end_as_told", tmp_path, payload={"how": "once"}, max_restarts=1, on_start=started.append
+        zygote,
+        "end_as_told",
+        tmp_path,
+        payload={"how": "once"},
+        restarts=Restarts(1),
+        on_start=started.append,
     )
     assert outcome == Outcome(0)
     assert len(started) == 2
     assert (tmp_path / "ranks" / "rank-00000.log").read_text().count("rank 0 of 2: 3\n") == 2
-    outcome = launch(zygote, "end_as_told", tmp_path, payload={"how": "raise"}, max_restarts=1)
+    outcome = launch(zygote, "end_as_told", tmp_path, payload={"how": "raise"}, restarts=Restarts(1))
     assert outcome.exit_code == 1
 
 

@@ -16,8 +16,9 @@ from shardweave.tensor_parallel import RotaryScaling
 
 # The schema of the project's contract and what has been added since (stop_grace), every key with its default.
 CONTRACT = """
-run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, stop_grace: null, seed: 1234, device: auto,
-             eval_every: 20, eval_samples: 64, sample_every: 0, sample_prompt: "", sample_tokens: 100, log_every: 1}
+run:        {name: quickstart, dir: runs, steps: 60, stop_after: null, stop_grace: null, restarts: 0, seed: 1234,
+             device: auto, eval_every: 20, eval_samples: 64,
+             sample_every: 0, sample_prompt: "", sample_tokens: 100, log_every: 1}
 model:
   preset: null
   weights: null

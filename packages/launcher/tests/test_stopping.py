@@ -25,6 +25,7 @@ from shardweave.launcher import rank
 from shardweave.launcher.failures import Outcome
 from shardweave.launcher.processes import launch_local
 from shardweave.launcher.reading import load_config
+from shardweave.launcher.restarts import Restarts
 from shardweave.launcher.stop_watch import StopWatch
 from shardweave.launcher.stopping import STOP_SIGNALS, Stop, StopBoard, Stopping
 from shardweave.launcher.trainer import Trainer
@@ -292,7 +293,7 @@ def test_a_rank_that_dies_while_stopping_is_the_failure(job: Job) -> None:
         kill(rank, line)
 
     outcome = job.launch(
-        react=react, slow=("save", 2.0), max_restarts=1
+        react=react, slow=("save", 2.0), restarts=Restarts(1)
     )  # a run that stops is not started again
     assert outcome.exit_code == 137
     assert outcome.failure is not None

@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -29,10 +29,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardweave.comm.store import loopback_interface
 from shardweave.comm.zygote import Entry, RankExit, RankFault, RankGroup, Zygote
-from shardweave.launcher.failures import error_file, read_fault
+from shardweave.launcher.failures import Failure, error_file, read_fault
 from shardweave.launcher.rank_entry import run_rank
 from shardweave.launcher.rank_logs import RankLogs
 from shardweave.launcher.rendezvous import LocalRendezvous
+from shardweave.launcher.restarts import Restarts
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stop_watch import StopWatch
 from shardweave.launcher.stopping import Stop, StopBoard
@@ -79,13 +80,23 @@ class LogFiles(LogsSpecs):
 
 
 class RankContext(PContext):
-    """The ranks of one attempt."""
+    """The ranks of one attempt on this machine. `payload`: what they are to be called with."""
 
-    def __init__(self, job: Job, envs: dict[int, dict[str, str]], logs: RankLogs, board: StopBoard) -> None:
+    def __init__(
+        self,
+        job: Job,
+        payload: Mapping[str, Any],
+        envs: dict[int, dict[str, str]],
+        logs: RankLogs,
+        board: StopBoard,
+    ) -> None:
         super().__init__("rank", run_rank, dict.fromkeys(envs, ()), envs, LogFiles(job.directory))
         self.exits: tuple[RankExit, ...] = ()
         """The ends that this process did not cause, in their order; known once the context is closed."""
-        self._job = job
+        self.silent: tuple[int, ...] = ()
+        """The ranks that had not ended by then, and were killed."""
+        self._job, self._payload = job, dict(payload)
+        self._ranks = [int(envs[local]["RANK"]) for local in sorted(envs)]
         self._logs = logs
         self._board = board
         self._group: RankGroup | None = None
@@ -96,9 +107,9 @@ class RankContext(PContext):
         return self._board.left
 
     @property
-    def failures(self) -> tuple[RankExit, ...]:
-        """Those of `exits` that are failures."""
-        return self._failures(self.exits)
+    def failure(self) -> Failure | None:
+        """The first failure among `exits`; None: there is none, or the ranks still run."""
+        return Failure.first_of(self._failures(self.exits), self.faults, self._job.directory, self.silent)
 
     @property
     def faults(self) -> dict[int, RankFault]:
@@ -136,9 +147,9 @@ class RankContext(PContext):
         job.stops.started()
         self._group = job.zygote.spawn(
             Entry.of(run_rank),
-            [(job.entry, dict(job.payload), self.error_files[rank]) for rank in ranks],
+            [(job.entry, self._payload, self.error_files[rank]) for rank in ranks],
             environment=[self.envs[rank] for rank in ranks],
-            output=[job.directory.log(rank) for rank in ranks],
+            output=[job.directory.log(rank) for rank in self._ranks],
             imports=(job.entry,),
         )
         if job.on_start is not None:
@@ -164,14 +175,19 @@ class RankContext(PContext):
     def _end(self, timeout: float) -> None:
         """Waits for the ranks, kills them and all they have started, reads their logs to the end."""
         if self._group is None or self._group.done:
-            self.exits = self.exits or (() if self._group is None else self._group.exits)
+            self.exits = self.exits or (() if self._group is None else self._named(self._group.exits))
             return
         deadline = time.monotonic() + timeout
         while self._group.running and (left := deadline - time.monotonic()) > 0:
             self._group.poll(min(left, POLL_EVERY))
             self.pass_on_lines()
-        self.exits = self._group.exits
+        self.exits = self._named(self._group.exits)
+        self.silent = tuple(self._ranks[local] for local in self._group.running)
         self._group.kill()
+
+    def _named(self, exits: tuple[RankExit, ...]) -> tuple[RankExit, ...]:
+        """By their ranks in the whole job."""
+        return tuple(replace(ended, rank=self._ranks[ended.rank]) for ended in exits)
 
     def _failures(self, exits: tuple[RankExit, ...]) -> tuple[RankExit, ...]:
         """What did not end well: neither with status 0 nor, after an agreed stop, with that stop's own."""
@@ -191,18 +207,19 @@ class RankContext(PContext):
 class LocalAgent(LocalElasticAgent):
     """The elastic agent of the one machine of a job."""
 
-    def __init__(self, job: Job, rendezvous: LocalRendezvous, *, max_restarts: int) -> None:
+    def __init__(self, job: Job, rendezvous: LocalRendezvous, restarts: Restarts) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.world_size,
             rdzv_handler=rendezvous,
             entrypoint=run_rank,
-            max_restarts=max_restarts,
+            max_restarts=restarts.limit,
             monitor_interval=POLL_EVERY,
         )
         super().__init__(spec, LogFiles(job.directory), shutdown_timeout=GRACE)
         self._job = job
         self._local_rendezvous = rendezvous
+        self._restarts = restarts
         self._logs = RankLogs({rank: job.directory.log(rank) for rank in range(job.world_size)})
         self.context: RankContext | None = None
         """The ranks of the last attempt."""
@@ -214,7 +231,6 @@ class LocalAgent(LocalElasticAgent):
                 self._job.on_line(rank, line)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
         common = {
             "WORLD_SIZE": str(self._job.world_size),
             "LOCAL_WORLD_SIZE": str(self._job.world_size),
@@ -223,7 +239,7 @@ class LocalAgent(LocalElasticAgent):
             "MASTER_ADDR": str(worker_group.master_addr),
             "MASTER_PORT": str(worker_group.master_port),
             "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.used),
             "TORCHELASTIC_MAX_RESTARTS": str(worker_group.spec.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
             # All ranks are here; gloo would look up the host's name, which is slow or wrong on many machines.
@@ -238,16 +254,30 @@ class LocalAgent(LocalElasticAgent):
             for worker in worker_group.workers
         }
         board = StopBoard(self._local_rendezvous.store)
-        self._pcontext = self.context = RankContext(self._job, envs, self._logs, board)
+        payload = dict(self._job.payload)
+        if self._restarts.used:
+            payload["restarted"] = self._restarts.reason
+        self._pcontext = self.context = RankContext(self._job, payload, envs, self._logs, board)
         self.context.start()
         return self.context.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Looks at the ranks; those that fail while they stop are not started again."""
-        if self._job.stops.asked:
-            self._remaining_restarts = 0
+        """Looks at the ranks, and after a failure decides whether elastic may start them again."""
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            assert self.context is not None  # it has failed
+            self.context.settle()
+            failure, stops = self.context.failure, self._job.stops
+            wait = None if failure is None or stops.heard else self._restarts.after(failure)
+            self._remaining_restarts = 0 if wait is None or not self._pause(wait) else 1
         return result
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits; False: the job was asked to stop meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not self._job.stops.heard and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_EVERY))
+        return not self._job.stops.heard
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """After a failure, for good or before a restart."""

@@ -99,6 +99,8 @@ class Run(_Block):
     stop_grace: Positive | None = None
     """Seconds that a signal to the launcher leaves the ranks to end their step and save, before they are killed;
     null: as long as they take."""
+    restarts: Natural = 0
+    """After a failure of a rank all ranks start again from the last whole checkpoint, so often at most."""
     seed: Natural = 1234
     """Seed of the initial weights, the sample order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

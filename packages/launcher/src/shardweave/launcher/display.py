@@ -238,5 +238,5 @@ class MetricsFollower:
                 record = json.loads(line)
             except ValueError:  # damaged, by a full disk perhaps: a display is no reason to stop
                 continue
-            if isinstance(record, dict) and "step" in record:
+            if isinstance(record, dict) and "step" in record and "event" not in record:  # events are said
                 self._listener(record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from shardweave.comm.files import write_atomically
+from shardweave.comm.text import ranks_text
 from shardweave.comm.zygote import RankExit, RankFault, first_fault, signal_name
 from shardweave.launcher.exit_status import MACHINE_UNFIT
 from shardweave.launcher.run_directory import RunDirectory
 
 __all__ = ["Failure", "Outcome", "error_file", "read_fault", "write_fault"]
+
+_PLACE = re.compile(r"\[/\S*\] ")
+"""The file and line in C++ that gloo's messages begin with."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,24 @@ class Failure:
     log: Path | None = None
     others: tuple[str, ...] = ()
     """What became of the other ranks after that, one line each."""
+    type: str = ""
+    """Of an exception: the qualified name of its class."""
+    remark: str = ""
+    """What else a person should know, a sentence without a full stop."""
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
     @classmethod
     def first_of(
-        cls, exits: Sequence[RankExit], faults: Mapping[int, RankFault], directory: RunDirectory
+        cls,
+        exits: Sequence[RankExit],
+        faults: Mapping[int, RankFault],
+        directory: RunDirectory,
+        silent: Sequence[int] = (),
     ) -> Failure | None:
-        """The first failure among ends that nobody asked for; None when all ended well."""
+        """The first failure among ends that nobody asked for; None when all ended well.
+
+        `silent`: ranks that neither failed nor ended, and were killed. Where the others only lost a peer, these are it.
+        """
         first = first_fault(exits, faults)
         if first is None:
             return None
@@ -59,6 +75,8 @@ class Failure:
             message=_message(first, fault, directory),
             traceback="" if fault is None else fault.traceback,
             log=directory.log(first.rank),
+            type="" if fault is None else fault.type,
+            remark=_hung(silent) if fault is not None and fault.lost_peer else "",
             others=tuple(
                 f"rank {other.rank}: {faults[other.rank].headline if other.rank in faults else _ending(other)}"
                 for other in exits
@@ -66,20 +84,29 @@ class Failure:
             ),
         )
 
+    @property
+    def headline(self) -> str:
+        """Which rank failed of what, in one line."""
+        if self.rank is None or self.kind == "agreed":
+            return self.message
+        ending = _PLACE.sub("", self.message.partition("\n")[0])
+        if self.kind != "exit":
+            ending += f" (exit status {self.status})"
+        return f"rank {self.rank} on {self.host} failed: {ending}"
+
     def __str__(self) -> str:
         """A paragraph for stderr: the rank, its traceback, its exit status, where to read more."""
         if self.rank is None or self.kind == "agreed":
             return self.message
-        ending = self.message.partition("\n")[0]
-        if self.kind != "exit":
-            ending += f" (exit status {self.status})"
-        lines = [f"rank {self.rank} on {self.host} failed: {ending}"]
+        lines = [self.headline]
         if self.traceback:
             lines.append(self.traceback.rstrip())
         if self.log is not None:
             lines.append(f"all it said: {self.log}")
         if self.others:
             lines.append(f"after that: {'; '.join(self.others)}")
+        if self.remark:
+            lines.append(self.remark)
         return "\n".join(lines)
 
 
@@ -112,6 +139,12 @@ def read_fault(path: Path) -> RankFault | None:
         return RankFault(**{field.name: fields[field.name] for field in dataclasses.fields(RankFault)})
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _hung(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    return f"{ranks_text(ranks)} neither failed nor ended and had to be killed: the others may have waited for that"
 
 
 def _kind(first: RankExit, fault: RankFault | None) -> Literal["exception", "agreed", "exit", "signal"]:

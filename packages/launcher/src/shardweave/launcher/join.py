@@ -68,6 +68,12 @@ def _train(request: Request, prepared: Prepared) -> Stop | None:
             "something else, which has a grace of its own",
             file=sys.stderr,
         )
+    if config.run.restarts:
+        print(
+            f"warning: `run.restarts: {config.run.restarts}` has no effect because these ranks were started by "
+            "something else; let that start them again (torchrun's --max-restarts)",
+            file=sys.stderr,
+        )
     opened = open_run(prepared.overview)
     run, aside = opened.directory, opened.aside
     show_rows(console, [*prepared.overview.header(), ("start", opened.start)])

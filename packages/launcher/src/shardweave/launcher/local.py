@@ -32,9 +32,11 @@ def _train(request: Request, zygote: Zygote) -> int:
 
     from shardweave.comm.guards import news
     from shardweave.launcher.display import MetricsFollower, make_display, show_rows
+    from shardweave.launcher.metrics import last_step
     from shardweave.launcher.prepare import check_machine, open_run, prepare
     from shardweave.launcher.processes import launch_local
     from shardweave.launcher.rank import MESSAGE
+    from shardweave.launcher.restarts import Restarts
     from shardweave.launcher.stop_watch import StopWatch
     from shardweave.launcher.summary import continuation, summary
 
@@ -71,10 +73,13 @@ def _train(request: Request, zygote: Zygote) -> int:
     try:
         outcome = launch_local(
             "shardweave.launcher.rank:main",
-            {"config": config.plain(), "directory": str(run.path)},
+            {"config": config.plain(), "directory": str(run.path), "start": step},
             world_size=overview.layout.world_size,
             run_dir=run.path,
             port=request.port,
+            restarts=Restarts(
+                config.run.restarts, progress=lambda: last_step(run.metrics), say=display.message
+            ),
             on_line=show,
             stops=stops,
             zygote=zygote,

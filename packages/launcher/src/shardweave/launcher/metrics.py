@@ -15,7 +15,10 @@ from typing import Any
 
 from shardweave.comm.files import write_atomically
 
-__all__ = ["MetricsFile", "StepMetrics", "peak_flops", "read_metrics"]
+__all__ = ["MetricsFile", "StepMetrics", "last_step", "peak_flops", "read_metrics"]
+
+_TAIL = 1 << 18
+"""Bytes at the end of a file that hold its last lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,24 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("A100", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
     ("V100", {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12}),
 )
+
+
+def last_step(path: Path) -> int:
+    """The last step that a metrics file tells of, from its end; 0: none, or there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:  # the first one of the piece is cut
+            continue
+        if isinstance(record, dict) and "loss" in record:
+            return int(record["step"])
+    return 0
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -20,6 +20,7 @@ from shardweave.launcher.agent import Job, LocalAgent
 from shardweave.launcher.exit_status import MACHINE_UNFIT
 from shardweave.launcher.failures import Failure, Outcome
 from shardweave.launcher.rendezvous import LocalRendezvous, PortError
+from shardweave.launcher.restarts import Restarts
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stop_watch import StopWatch
 
@@ -33,7 +34,7 @@ def launch_local(
     world_size: int,
     run_dir: Path,
     port: int = 0,
-    max_restarts: int = 0,
+    restarts: Restarts | None = None,
     on_line: Callable[[int, str], None] | None = None,
     on_start: Callable[[list[int]], None] | None = None,
     stops: StopWatch | None = None,
@@ -48,7 +49,8 @@ def launch_local(
 
     Output goes to ``run_dir/ranks/rank-00003.log``, and line by line to ``on_line(rank, line)``;
     ``on_start`` gets the pids by rank. Both are called in this thread. When a rank fails, the others have
-    two seconds to fail too, and are killed; with ``max_restarts`` all are started again that many times.
+    two seconds to fail too, and are killed; ``restarts`` says whether all are started again. Then ``payload`` has one
+    key more, ``restarted``: the failure in a sentence.
 
     However this call ends, no process of the job is left, loader processes of ranks included; and if this
     process is killed, they all end within seconds.
@@ -62,16 +64,17 @@ def launch_local(
     directory = RunDirectory(Path(run_dir))
     watch = StopWatch() if stops is None else stops
     job = Job(Entry.parse(entry), payload, world_size, directory, zygote, watch, on_line, on_start)
+    counted = Restarts() if restarts is None else restarts
     agent: LocalAgent | None = None
     try:
         watch.listen()
         with (
             closing(LocalRendezvous(port, run_id=uuid.uuid4().hex)) as rendezvous,
-            closing(LocalAgent(job, rendezvous, max_restarts=max_restarts)) as agent,
+            closing(LocalAgent(job, rendezvous, counted)) as agent,
             _quiet_elastic(),
         ):
             agent.run()
-        return _outcome(agent, job)
+        return _outcome(agent, counted)
     except SignalException as ended:
         return _ended_at_once(agent, ended.sigval, watch.reason)
     except EntryError as error:
@@ -86,12 +89,12 @@ def launch_local(
             watch.release()
 
 
-def _outcome(agent: LocalAgent, job: Job) -> Outcome:
+def _outcome(agent: LocalAgent, restarts: Restarts) -> Outcome:
     assert agent.context is not None  # the agent has run
     context = agent.context
-    failure = Failure.first_of(context.failures, context.faults, job.directory)
+    failure = context.failure
     if failure is not None:
-        return Outcome(failure.status, failure)
+        return Outcome(failure.status, restarts.told(failure))
     stop = context.stop
     return Outcome(0) if stop is None else Outcome(stop.status, stopped=str(stop))
 

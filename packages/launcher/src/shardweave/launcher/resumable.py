@@ -24,6 +24,7 @@ __all__ = [
     "RunValues",
     "changes_since",
     "find_resumable",
+    "going_on",
     "nothing_whole",
     "plain_settings",
     "refused",
@@ -138,6 +139,17 @@ def find_resumable(config: Config, root: Path) -> Resumable:
     if damaged:
         raise refused(nothing_whole(damaged))
     return Resumable(passed=tuple(_unfinished(root, 0) if wanted == "auto" else ()))
+
+
+def going_on(config: Config, root: Path, start: int) -> Config:
+    """The configuration of ranks that are started again: they go on with what this job has saved.
+
+    `start`: the step that the job began at. Without a checkpoint beyond it, whatever stands in `checkpoint.resume` is
+    where the job is to begin once more.
+    """
+    if all(step <= start for step, _ in complete_checkpoints(root)):
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
 def nothing_whole(damaged: list[str]) -> str:

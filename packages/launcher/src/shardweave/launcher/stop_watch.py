@@ -55,6 +55,11 @@ class StopWatch:
         """Whether the ranks train, as far as is known."""
         return self._begun
 
+    @property
+    def heard(self) -> bool:
+        """Whether a signal came that asks for a stop, passed on to the ranks or not yet."""
+        return self._first is not None
+
     def listen(self) -> None:
         """Takes the signals; from here on they may raise `SignalException`."""
         if threading.current_thread() is threading.main_thread():

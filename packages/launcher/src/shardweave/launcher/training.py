@@ -45,12 +45,19 @@ class Training:
     """One rank's side of a run in its directory. Every rank of the mesh builds it and calls `run`."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, run: RunDirectory, reporter: Reporter, stopping: Stopping
+        self,
+        config: Config,
+        mesh: Mesh,
+        run: RunDirectory,
+        reporter: Reporter,
+        stopping: Stopping,
+        restarted: str = "",
     ) -> None:
         self.config, self.run_directory = config, run
         self._mesh = mesh
         self._reporter = reporter
         self._stopping = stopping
+        self._restarted = restarted
         self._write_ranks()  # before the work begins: whoever looks for the pids finds them
         self.trainer = Trainer(at_start(config, mesh, run.checkpoints), mesh)
         self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
@@ -77,6 +84,8 @@ class Training:
                 self.run_directory.config, config_text(resolved(self.config, data=self._mesh.dp.size))
             )
             self._metrics = MetricsFile(self.run_directory.metrics, keep_steps=trainer.step)
+            if self._restarted:
+                self._metrics.write({"step": trainer.step, "event": "restart", "reason": self._restarted})
             if self.config.run.sample_every:
                 self._texts = MetricsFile(self.run_directory.texts, keep_steps=trainer.step)
             if self.config.data.log_samples:
