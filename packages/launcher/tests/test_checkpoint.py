@@ -16,11 +16,13 @@ from shardweave.launcher.problems import ConfigError
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.resumable import find_resumable
 from shardweave.launcher.trainer import Trainer
+from shardweave.launcher.words import tokenizer_of
 from shardweave.zero.checkpoint import (
     CheckpointWriteError,
     complete_checkpoints,
     damaged_files,
     load_checkpoint,
+    read_manifest,
     read_tensors,
     storage,
 )
@@ -64,6 +66,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path: Path
         expected = [whole.train_step().loss for _ in range(2)]
         path = save(whole, root, keep=2)
         barrier(mesh.world)
+        assert read_manifest(path).values["data"]["tokenizer"] == tokenizer_of(config).fingerprint
         full = whole.full_parameters()
         for name, values in read_tensors(path).items():
             torch.testing.assert_close(full[name], values, check_dtype=False, rtol=0, atol=0.01)

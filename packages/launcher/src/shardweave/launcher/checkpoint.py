@@ -32,6 +32,7 @@ from shardweave.launcher.resumable import (
     values_of,
 )
 from shardweave.launcher.trainer import Trainer
+from shardweave.launcher.words import tokenizer_of
 from shardweave.zero.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
@@ -181,11 +182,21 @@ def _supersede(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Non
 
 
 def _data(trainer: Trainer) -> dict[str, Any]:
+    """What tells the text of one run, what its tokens mean and where it was in it; of an import nothing."""
     position = trainer.position
     return {
         "fingerprint": trainer.dataset.fingerprint if trainer.dataset else "",
+        "tokenizer": _tokenizer(trainer) if trainer.dataset else "",
         **({} if position is None else position.plain()),
     }
+
+
+def _tokenizer(trainer: Trainer) -> str:
+    """Of nothing where the tokenizer's files are gone: tokens in files are trained on without."""
+    try:
+        return tokenizer_of(trainer.config).fingerprint
+    except ConfigError:
+        return ""
 
 
 def _position(values: RunValues) -> Position | None:
