@@ -144,6 +144,11 @@ def test_the_tolerances_can_fail() -> None:
         assert judge(replace(right, losses=[2.0, math.nan]), right, numbers) != []
         assert judge(replace(right, grad_norms=[1.0, 1.2]), right, numbers) != []
         assert judge(replace(right, parameters={"v": torch.ones(4)}), right, numbers) != []
+    # A step that fp16 skips: in both, or in one of them only.
+    skipped = replace(right, grad_norms=[math.inf, 1.0])
+    assert judge(skipped, skipped, "fp16") == []
+    assert judge(skipped, right, "fp16") != [] != judge(right, skipped, "fp16")
+    assert judge(replace(right, grad_norms=[math.nan, 1.0]), skipped, "fp16") != []
 
 
 def test_a_point_that_fails_does_not_end_its_chain(tmp_path: Path) -> None:

@@ -310,6 +310,55 @@ def test_an_overflow_on_the_wire_is_found(stage: int) -> None:
     assert weight.tolist() == [-5120.0] * 5
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_a_sum_that_one_process_cannot_hold_is_an_overflow(stage: int) -> None:
+    """Parts of 40000 fit into float16, on two ranks or in two micro-batches; 80000, one process' gradient, does not.
+
+    65519 is the last integer that float16 rounds down, to 65504; 65520 becomes infinite.
+    """
+    axis = Mesh(dp=2).data
+
+    def train(over: Axis, steps: Sequence[Sequence[float]]) -> tuple[bool, float, float, list[float]]:
+        weight = nn.Parameter(torch.zeros(5, dtype=FP16))
+        rule = LossScale(initial=4.0)
+        optimizer = sgd([weight], over, stage=stage, reduction="sum", lr=2.0**-15, loss_scale=rule)
+        for parts in steps:
+            micros = [parts[over.rank :: over.size]] if over.size > 1 else [[part] for part in parts]
+            for number, micro in enumerate(micros):
+                with nullcontext() if number == len(micros) - 1 else optimizer.accumulate():
+                    # The rest is zero: the element that overflows is on one rank alone.
+                    factors = torch.tensor([0, 0, 0, 0, sum(micro) / 4])
+                    optimizer.scale((weight.float() * factors).sum()).backward()
+            optimizer.step()
+        return optimizer.step_skipped, float(optimizer.grad_norm), optimizer.loss_scale, weight.tolist()
+
+    for batches in ([[40000.0, 40000.0]], [[33024.0, 32000.0]], [[32768.0, 32752.0]], [[32768.0, 32736.0]]):
+        whole = sum(batches[0])
+        one = train(Axis.single(), [[whole]])
+        assert one[:3] == ((True, math.inf, 2.0) if whole >= 65520 else (False, whole / 4, 4.0))
+        assert train(axis, batches) == one
+        assert train(Axis.single(), batches) == one
+    # The skipped step has left nothing behind, and the scale is the one process' for the next.
+    assert train(axis, [[40000.0, 40000.0], [8.0, 4.0]]) == train(Axis.single(), [[80000.0], [12.0]])
+
+
+@pytest.mark.ranks(2)
+def test_a_sum_that_is_too_large_at_the_smallest_scale_is_named() -> None:
+    axis = Mesh(dp=2).data
+    for stage in STAGES:
+        weight = nn.Parameter(torch.ones(3, dtype=FP16))
+        rule = LossScale(initial=1.0)
+        optimizer = sgd([weight], axis, stage=stage, reduction="sum", nonfinite="stop", loss_scale=rule)
+        optimizer.scale((weight.float() * torch.tensor([1.0, 40000.0, 1.0])).sum()).backward()
+        with pytest.raises(
+            FloatingPointError,
+            match=r"is inf at element 1 \(in the sum over the ranks\) at the smallest loss scale, 1;",
+        ):
+            optimizer.step()
+        assert weight.tolist() == [1.0] * 3
+
+
 @pytest.mark.ranks(2)
 def test_stop_means_an_overflow_at_the_smallest_scale() -> None:
     axis = Mesh(dp=2).data

@@ -409,6 +409,7 @@ class Holdings:
             group_of=self._given.group_of,
             num_groups=self.num_groups,
             device=self._given.device,
+            scaled=self._options.loss_scale is not None,
         )
 
     def _reduces(self, units: Sequence[Unit], *, eager: bool) -> Reducer:

@@ -9,9 +9,14 @@ The number is found while training, by the rule of ``torch.amp.GradScaler``::
 
     scale 2^16 ──overflow──> skip the step, scale * backoff ──growth_interval steps without──> scale * growth ──> ...
 
-A step whose gradients overflow is one that nobody takes: it is skipped on all ranks and only costs its time. The rule
-is a function of the options, the present state and one bit that all ranks share, so each computes it alone and all
-have the same scale. A power of two, as by default, moves exponents only and changes no bit of a gradient's mantissa.
+A step whose gradients overflow is one that nobody takes: it is skipped on all ranks and only costs its time. They
+overflow where the whole gradient, reduced over ranks and micro-batches, is beyond the parameters' format, whatever its
+sum is kept in: the parts may fit where one process, which computes all at once, has infinity, and both are the same
+run. What still depends on the layout is a part that overflows by itself and that others would have taken back.
+
+The rule is a function of the options, the present state and one bit that all ranks share, so each computes it alone
+and all have the same scale. A power of two, as by default, moves exponents only and changes no bit of a gradient's
+mantissa.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ class LossScale:
         return ScaleState(float(self.initial))
 
     def after(self, state: ScaleState, *, overflow: bool) -> ScaleState:
-        """The state after a step; ``overflow``: whether any gradient on any rank was not finite in it."""
+        """The state after a step; ``overflow``: whether any gradient was not finite in it, on any rank or reduced."""
         if overflow:
             return ScaleState(max(state.scale * self.backoff, self.minimum))
         clean = state.clean_steps + 1

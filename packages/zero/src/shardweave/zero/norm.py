@@ -14,10 +14,15 @@ Where one of the axes has one rank only, that is one collective a step. One over
 process group that nobody handed in, and such a group can only be made by all processes of the job together.
 
 Padding is zero and belongs to no piece, so it takes part in nothing.
+
+With a loss scale a gradient counts as infinite when the parameters' format could not hold it. One process computes its
+gradients in that format; several add up their parts in a wider one, where a sum that is 76308 would be as good as any,
+and would take a step that one process skips.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +82,8 @@ class NormRanges:
     gradient (stage 0) by the first rank that it is reduced over; of a parameter's copies on the model axis one is
     counted.
     ``group_of``: the number of each parameter's group, by ``id``. ``num_groups``: on the rank that has most.
-    ``device``: what travels is there, also on a rank without units.
+    ``device``: what travels is there, also on a rank without units. ``scaled``: whether the loss is scaled, so that
+    gradients can be beyond the parameters' format.
     """
 
     def __init__(
@@ -88,7 +94,9 @@ class NormRanges:
         group_of: Mapping[int, int],
         num_groups: int,
         device: torch.device,
+        scaled: bool,
     ) -> None:
+        self._scaled = scaled
         self._units, self._data, self._model, self._device = units, axes.data, axes.model, device
         self._num_groups = num_groups
         self._sums = [_sums(unit, axes, group_of, num_groups) for unit in units]
@@ -114,6 +122,8 @@ class NormRanges:
                 for place, ranges in sums:
                     for part in _joined(gradient, ranges):
                         squares[place].add_(square_sum(part, dtype))
+                        if self._scaled and _keeps_more(unit):
+                            squares[place].add_(_infinite_beyond(part, unit.formats.parameters))
         return squares
 
     def _add_up(self, squares: Tensor, local: Local) -> tuple[Tensor, Tensor | None]:
@@ -168,25 +178,43 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> float:
     return 1.0 if limit is None else min(1.0, limit / (float(norm) + 1e-6))
 
 
-def describe_broken(units: Sequence[Unit], data: Axis, model: Axis) -> str:
+def _keeps_more(unit: Unit) -> bool:
+    """Whether gradients are kept in a format that reaches further than the one that they are computed in."""
+    formats = unit.formats
+    return torch.finfo(formats.gradients).max > torch.finfo(formats.parameters).max
+
+
+def _infinite_beyond(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Infinity if a number of a 1-D tensor is infinite in a format, else zero: 0-d, float64."""
+    if part.numel() == 0:
+        return part.new_zeros((), dtype=torch.float64)
+    largest = torch.linalg.vector_norm(part, math.inf).to(dtype)
+    return torch.where(torch.isinf(largest), math.inf, 0.0).double()
+
+
+def describe_broken(units: Sequence[Unit], data: Axis, model: Axis, *, scaled: bool = False) -> str:
     """Which parameter has a gradient that is not finite, and from which ranks; the same text on every rank.
+
+    ``scaled``: as for :class:`NormRanges`, also one that is infinite in the parameters' format.
 
     After a reduction it is so on all ranks that hold a part; those it came from have looked before (``broken_here``).
     All ranks call it.
     """
     here = data.ranks[data.rank] if any(unit.broken_here for unit in units) else None
-    told = gather_values(gather_values((_first_broken(units), here), data), model)
+    told = gather_values(gather_values((_first_broken(units, scaled), here), data), model)
     everyone = [one for of_data in told for one in of_data]
     text = next((text for text, _ in everyone if text), "the global norm is not finite")
     ranks = sorted(rank for _, rank in everyone if rank is not None)
     return f"{text} ({f'from {ranks_text(ranks)}' if ranks else 'in the sum over the ranks'})"
 
 
-def _first_broken(units: Sequence[Unit]) -> str:
+def _first_broken(units: Sequence[Unit], scaled: bool) -> str:
     for unit in units:
         gradient = unit.shard.gradient
         for piece in unit.shard.pieces:
             part = None if gradient is None else gradient[piece.start : piece.stop]
+            if part is not None and scaled and _keeps_more(unit):
+                part = part.to(unit.formats.parameters)
             if part is not None and not bool(torch.isfinite(part).all()):
                 element = piece.begin + int(torch.nonzero(~torch.isfinite(part))[0])
                 value = part[element - piece.begin].item()

@@ -545,8 +545,9 @@ class ZeroOptimizer(Optimizer):
         if not broken or self._options.nonfinite == "ignore":
             return False
         if self._options.nonfinite == "stop" and not self._scaler.can_back_off:
-            found = describe_broken(self._holdings.units, self._axes.data, self._axes.model)
-            at = f" at the smallest loss scale, {self.loss_scale:g}" if self._options.loss_scale else ""
+            scaled = self._options.loss_scale is not None
+            found = describe_broken(self._holdings.units, self._axes.data, self._axes.model, scaled=scaled)
+            at = f" at the smallest loss scale, {self.loss_scale:g}" if scaled else ""
             raise FloatingPointError(f"step {self.num_steps}: {found}{at}; no parameter was changed")
         self.skipped += 1
         return True
