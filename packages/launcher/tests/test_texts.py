@@ -131,6 +131,11 @@ def test_the_field_of_the_text_is_a_choice(tmp_path: Path) -> None:
     assert (
         _error(lambda: row_group_bytes(_file(table), "id")) == f"{table}: column `id` holds int64 and no text"
     )
+    twice = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    assert "has 2 columns `text`; rename all but one" in _error(
+        lambda: row_group_bytes(_file(tmp_path / "twice.parquet"), "text")
+    )
 
 
 def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path) -> None:

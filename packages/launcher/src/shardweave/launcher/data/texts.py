@@ -285,6 +285,8 @@ def row_group_bytes(file: TextFile, field: str) -> list[int]:
         texts = [one.name for one in table.schema_arrow if str(one.type) in _TEXT_TYPES]
         hint = f"; text is in {', '.join(f'`{name}`' for name in texts[:5])}" if texts else ""
         raise DataError(f"{file.path} has no column `{field}`{hint}")
+    if names.count(field) > 1:
+        raise DataError(f"{file.path} has {names.count(field)} columns `{field}`; rename all but one")
     kind = str(table.schema_arrow.field(field).type)
     if kind not in _TEXT_TYPES:
         raise DataError(f"{file.path}: column `{field}` holds {kind} and no text")
