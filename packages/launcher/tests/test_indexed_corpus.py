@@ -74,6 +74,10 @@ def test_files_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     assert f"{high} holds token 256, and data.tokenizer byte has 256 tokens; set data.tokenizer" in error(
         high
     )
+    below = tmp_path / "below"
+    with IndexedWriter(below, "int32") as writer:
+        writer.add(np.array([7, -1]))
+    assert error(below) == f"{below} holds token -1, and tokens are counted from 0; build the text again"
     assert "is not there, and" in error(Path(f"{tmp_path}/gone")) or "there is neither" in error(
         tmp_path / "gone.bin"
     )

@@ -78,7 +78,10 @@ def _built(prefix: Path, words: Tokenizer) -> IndexedTokens:
             f"{prefix} has token {told.end_of_text} behind its documents, and data.end_of_text is {words.end_of_text}; "
             f"set data.end_of_text={told.end_of_text}"
         )
-    if not told and (highest := tokens.highest_sampled()) >= words.vocab:
+    lowest, highest = (0, 0) if told else tokens.sampled_range()
+    if lowest < 0:
+        raise DataError(f"{prefix} holds token {lowest}, and tokens are counted from 0; build the text again")
+    if highest >= words.vocab:
         raise DataError(
             f"{prefix} holds token {highest}, and data.tokenizer {words.name} has {words.vocab} tokens; set "
             "data.tokenizer to the one that built it"

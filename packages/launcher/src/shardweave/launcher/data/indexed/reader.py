@@ -103,9 +103,10 @@ class IndexedTokens:
         """Of a sample of both files: see `fingerprint`. It does not depend on where they lie, nor on PREFIX.json."""
         return fingerprint(self.prefix, self.dtype)
 
-    def highest_sampled(self) -> int:
-        """The highest token of a sample, as the fingerprint's: evenly spread, and all of a small corpus."""
-        return max(int(self.read(first, count).max()) for first, count in spread(len(self), 2048))
+    def sampled_range(self) -> tuple[int, int]:
+        """The lowest and highest token of a sample, as the fingerprint's: evenly spread, and all of a small corpus."""
+        some = [self.read(first, count) for first, count in spread(len(self), 2048)]
+        return min(int(part.min()) for part in some), max(int(part.max()) for part in some)
 
     def __len__(self) -> int:
         """How many tokens there are."""

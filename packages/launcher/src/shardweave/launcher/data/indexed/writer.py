@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from shardweave.launcher.data.errors import DataError
+from shardweave.launcher.data.errors import DataError, DiskError
 from shardweave.launcher.data.indexed.fingerprint import fingerprint
 from shardweave.launcher.data.indexed.layout import (
     LONGEST,
@@ -62,7 +63,8 @@ class IndexedWriter:
         overwrite: whether files of this prefix are replaced; else they are an error.
 
     Raises:
-        DataError: when the files are there, cannot be written, or a document does not fit `dtype`.
+        DataError: when the files are there, or a document does not fit `dtype`.
+        DiskError: when they cannot be written.
     """
 
     def __init__(
@@ -332,8 +334,9 @@ class IndexedWriter:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"{self.prefix} cannot be written: {error.strerror}")
+    def _unwritable(self, error: OSError) -> DiskError:
+        more = "; free some space and start it again" if error.errno == errno.ENOSPC else ""
+        return DiskError(f"{self.prefix} cannot be written: {error.strerror}{more}")
 
 
 def _close(file: IO[bytes]) -> None:
