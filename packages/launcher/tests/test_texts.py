@@ -67,6 +67,21 @@ def test_every_kind_of_file_has_the_same_documents(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_directory_has_what_its_links_lead_to_and_each_of_them_once(tmp_path: Path) -> None:
+    for name in ("all/b", "other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").write_text(name)
+    (tmp_path / "all" / "a").symlink_to("../other")
+    (tmp_path / "other" / "up").symlink_to("../all")
+    (tmp_path / "other" / "again").symlink_to(".")
+    (tmp_path / "all" / "c").symlink_to("b")
+    assert [str(file.path.relative_to(tmp_path)) for file in find_texts(str(tmp_path / "all"))] == [
+        "all/a/x.txt", "all/b/x.txt",
+    ]  # fmt: skip
+    (tmp_path / "all" / "gone.txt").symlink_to("nowhere.txt")
+    assert "gone.txt is not a regular file" in _error(lambda: find_texts(str(tmp_path / "all")))
+
+
 def test_parts_have_each_line_once_wherever_their_borders_fall(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(

@@ -77,7 +77,7 @@ def find_texts(source: str) -> list[TextFile]:
     path = Path(os.path.expanduser(source))
     try:
         if path.is_dir():
-            found = [inner for inner in sorted(path.rglob("*")) if _kind(inner) and inner.is_file()]
+            found = sorted(inner for inner in _below(path) if _kind(inner))
             if not found:
                 raise DataError(f"the directory {source} has no {_endings()} file in it")
             return [_described(inner) for inner in found]
@@ -91,6 +91,27 @@ def find_texts(source: str) -> list[TextFile]:
         what = "no file matches the glob" if glob.has_magic(source) else "there is no file or directory"
         raise DataError(f"{what} {source} (relative to {Path.cwd()})")
     return [_described(inner) for inner in found]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """What lies below a directory, links to directories followed; each directory once, however many lead to it.
+
+    OSError: one of them cannot be read, and its text would be missed without a word.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = {os.path.realpath(folder)}
+    for directory, inner, names in os.walk(folder, onerror=fail, followlinks=True):
+        fresh = []
+        for name in sorted(inner):
+            real = os.path.realpath(os.path.join(directory, name))
+            if real not in seen:
+                seen.add(real)
+                fresh.append(name)
+        inner[:] = fresh
+        yield from (Path(directory, name) for name in names)
 
 
 def _endings() -> str:
