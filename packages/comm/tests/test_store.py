@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shardweave.comm.store import environment_store, is_loopback, open_listener, serve_store
+from shardweave.comm.store import PREFIX, environment_store, is_loopback, open_listener, serve_store
 from shardweave.comm.testing.listeners import listeners, open_to_others
 
 RANK = """
@@ -92,6 +92,21 @@ def test_the_store_of_torchruns_agent_is_left_to_torch(monkeypatch: pytest.Monke
     environment(monkeypatch, "127.0.0.1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert environment_store(timeout=5) is None
+
+
+def test_ranks_of_a_later_attempt_have_a_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = open_listener()
+    environment(monkeypatch, "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    served = serve_store(listener, timeout=5)
+    for attempt in ("attempt-0", "attempt-1"):
+        monkeypatch.setenv(PREFIX, attempt)
+        store = environment_store(timeout=5)
+        assert store is not None
+        assert not store.check(["key"])
+        store.set("key", attempt)
+        assert served.get(f"{attempt}/key").decode() == attempt
 
 
 def test_ranks_that_meet_on_the_loopback_address_listen_on_nothing_else() -> None:

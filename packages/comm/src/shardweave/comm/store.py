@@ -14,10 +14,11 @@ import sys
 import warnings
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has them, untyped
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, untyped
 
 __all__ = [
     "LOOPBACK",
+    "PREFIX",
     "environment_store",
     "is_loopback",
     "loopback_interface",
@@ -26,6 +27,10 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
+
+PREFIX = "SHARDWEAVE_STORE_PREFIX"
+"""Environment: where in the store at ``MASTER_ADDR`` ranks meet, when it has seen other ranks before. torch's agents
+share one store between attempts, in which the ranks of a later one read the addresses of the dead (pytorch #135712)."""
 
 
 def open_listener(address: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -70,12 +75,19 @@ def serve_store(listener: socket.socket, *, timeout: float, world_size: int | No
 def environment_store(timeout: float) -> Store | None:
     """The store of ranks that meet at ``MASTER_ADDR`` and ``MASTER_PORT``, served by the first rank on that address.
 
-    ``None`` where torchrun's agent serves one, which torch joins by itself. An address that is not of the first rank's
+    ``None`` where torchrun's agent serves one, which torch joins by itself. With :data:`PREFIX` in the environment it
+    is the part of an agent's store under that prefix. An address that is not of the first rank's
     machine (a service in front of it, say) cannot be listened on: then it is every interface, with a warning.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    prefix, agents = os.environ.get(PREFIX), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if agents and prefix is None:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if prefix is not None:
+        client = TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+        return PrefixStore(prefix, client)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank > 0:
         return TCPStore(address, port, world_size=world, is_master=False, timeout=timedelta(seconds=timeout))

@@ -26,6 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from shardweave.comm.store import loopback_interface
 from shardweave.comm.zygote import Entry, RankExit, RankFault, RankGroup, Zygote
@@ -207,7 +208,7 @@ class RankContext(PContext):
 class LocalAgent(LocalElasticAgent):
     """The elastic agent of the one machine of a job."""
 
-    def __init__(self, job: Job, rendezvous: LocalRendezvous, restarts: Restarts) -> None:
+    def __init__(self, job: Job, rendezvous: RendezvousHandler, restarts: Restarts) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.world_size,
@@ -218,9 +219,8 @@ class LocalAgent(LocalElasticAgent):
         )
         super().__init__(spec, LogFiles(job.directory), shutdown_timeout=GRACE)
         self._job = job
-        self._local_rendezvous = rendezvous
         self._restarts = restarts
-        self._logs = RankLogs({rank: job.directory.log(rank) for rank in range(job.world_size)})
+        self._logs = RankLogs({})
         self.context: RankContext | None = None
         """The ranks of the last attempt."""
 
@@ -253,7 +253,12 @@ class LocalAgent(LocalElasticAgent):
             }
             for worker in worker_group.workers
         }
-        board = StopBoard(self._local_rendezvous.store)
+        rendezvous = worker_group.spec.rdzv_handler
+        assert isinstance(rendezvous, LocalRendezvous)
+        board = StopBoard(rendezvous.store)
+        self._logs = self._logs or RankLogs(
+            {rank: self._job.directory.log(rank) for rank in range(self._job.world_size)}
+        )
         payload = dict(self._job.payload)
         if self._restarts.used:
             payload["restarted"] = self._restarts.reason

@@ -15,7 +15,7 @@ import click
 from shardweave.launcher._version import __version__
 from shardweave.launcher.data_command import data
 from shardweave.launcher.exit_status import INTERRUPTED, USAGE_ERROR
-from shardweave.launcher.request import Request
+from shardweave.launcher.request import Nodes, Request
 from shardweave.launcher.schedule_command import schedule
 
 __all__ = ["main"]
@@ -41,15 +41,40 @@ def cli() -> None:
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
 )
-def train(arguments: tuple[str, ...], dry_run: bool, print_config: bool, port: int) -> None:
+@click.option("--nnodes", metavar="MIN:MAX", help="Of how many machines this is one; they may come and go.")
+@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where machines meet: on the first of them.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(min=1), help="Ranks on this machine; default: one a device."
+)
+@click.option("--rdzv-id", metavar="ID", help="Name of the job over several machines; default: the run's.")
+@click.option(
+    "--rdzv-timeout",
+    type=click.FloatRange(min=1),
+    default=600,
+    show_default=True,
+    help="Seconds to wait for machines.",
+)
+def train(
+    arguments: tuple[str, ...],
+    dry_run: bool,
+    print_config: bool,
+    port: int,
+    nnodes: str | None,
+    rdzv_endpoint: str | None,
+    nproc_per_node: int | None,
+    rdzv_id: str | None,
+    rdzv_timeout: float,
+) -> None:
     """Trains the run that the YAML file CONFIG describes, with KEY=VALUE overrides.
 
     Without CONFIG the defaults apply. Starts as many local ranks as the layout needs; under torchrun or srun (RANK
-    and WORLD_SIZE in the environment) this process joins as one of the ranks.
+    and WORLD_SIZE in the environment) this process joins as one of the ranks. With --nnodes the same command on several
+    machines is one job, which goes on with those that are there.
 
     \b
     Example:
       shardweave train run.yaml parallel.tensor=2 optimizer.lr=3e-4
+      shardweave train run.yaml --nnodes 2:4 --rdzv-endpoint node0:29400
       torchrun --nproc-per-node 8 -m shardweave.launcher train run.yaml
     """
     request = Request.of(arguments, port=port)
@@ -61,6 +86,16 @@ def train(arguments: tuple[str, ...], dry_run: bool, print_config: bool, port: i
         from shardweave.launcher.join import train_joined
 
         train_joined(request)
+    if nnodes is not None:
+        from shardweave.launcher.several import train_on_nodes
+
+        sys.exit(
+            train_on_nodes(request, _nodes(nnodes, rdzv_endpoint, nproc_per_node, rdzv_id, rdzv_timeout))
+        )
+    if rdzv_endpoint or nproc_per_node or rdzv_id:
+        raise click.UsageError(
+            "--rdzv-endpoint, --nproc-per-node and --rdzv-id need --nnodes, such as --nnodes 2:4"
+        )
     from shardweave.launcher.local import train_local
 
     sys.exit(train_local(request))
@@ -299,6 +334,23 @@ def show(run: Path, tensors: bool, as_json: bool) -> None:
 
 cli.add_command(data)
 cli.add_command(schedule)
+
+
+def _nodes(nnodes: str, endpoint: str | None, ranks: int | None, job: str | None, patience: float) -> Nodes:
+    if endpoint is None:
+        raise click.UsageError(
+            "--nnodes needs --rdzv-endpoint HOST:PORT, such as node0:29400: where machines meet"
+        )
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isdigit() and 0 < int(port) < 2**16):
+        raise click.BadParameter(
+            f"{endpoint!r} is not HOST:PORT, such as node0:29400", param_hint="--rdzv-endpoint"
+        )
+    try:
+        least, most = Nodes.counts(nnodes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--nnodes") from None
+    return Nodes(least, most, endpoint, ranks, job, patience)
 
 
 def _fill_standard_streams() -> None:

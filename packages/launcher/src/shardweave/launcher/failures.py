@@ -48,6 +48,8 @@ class Failure:
     """What became of the other ranks after that, one line each."""
     type: str = ""
     """Of an exception: the qualified name of its class."""
+    lost_peer: bool = False
+    """The rank failed of another one that is gone or silent: somewhere there is a better cause."""
     remark: str = ""
     """What else a person should know, a sentence without a full stop."""
     host: str = dataclasses.field(default_factory=socket.gethostname)
@@ -76,6 +78,7 @@ class Failure:
             traceback="" if fault is None else fault.traceback,
             log=directory.log(first.rank),
             type="" if fault is None else fault.type,
+            lost_peer=fault is not None and fault.lost_peer,
             remark=_hung(silent) if fault is not None and fault.lost_peer else "",
             others=tuple(
                 f"rank {other.rank}: {faults[other.rank].headline if other.rank in faults else _ending(other)}"

@@ -24,7 +24,7 @@ from shardweave.launcher.restarts import Restarts
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stop_watch import StopWatch
 
-__all__ = ["launch_local"]
+__all__ = ["launch_local", "quiet_elastic"]
 
 
 def launch_local(
@@ -71,7 +71,7 @@ def launch_local(
         with (
             closing(LocalRendezvous(port, run_id=uuid.uuid4().hex)) as rendezvous,
             closing(LocalAgent(job, rendezvous, counted)) as agent,
-            _quiet_elastic(),
+            quiet_elastic(),
         ):
             agent.run()
         return _outcome(agent, counted)
@@ -111,7 +111,7 @@ def _failed(kind: Any, status: int, message: str, traceback: str = "") -> Outcom
 
 
 @contextmanager
-def _quiet_elastic() -> Iterator[None]:
+def quiet_elastic() -> Iterator[None]:
     """What the agent has to say reaches the user as an :class:`Outcome`, not as log lines on stderr."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.NullHandler()

@@ -29,6 +29,10 @@ class RankLogs:
             file.seek(0, 2)
             self._files[rank] = file
 
+    def __bool__(self) -> bool:
+        """Whether there are files that are followed."""
+        return bool(self._files)
+
     def new_lines(self) -> Iterator[tuple[int, str]]:
         """``(rank, line)`` for every line that has become whole since the last call, without its newline."""
         for rank, file in self._files.items():

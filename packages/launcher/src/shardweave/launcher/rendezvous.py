@@ -5,8 +5,7 @@ any rank starts.
 
 Each attempt of the ranks gets a store of its own. torch's dynamic rendezvous shares one store between
 attempts, where the ranks of a restarted group read the addresses of the dead ones (pytorch #135712).
-Several machines need that dynamic rendezvous, and then a store prefix per attempt: it will be a second
-handler beside this one.
+Several machines need that dynamic rendezvous, and a store prefix per attempt: see `meeting`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Request"]
+__all__ = ["Nodes", "Request"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,33 @@ class Request:
         if arguments and ("=" not in arguments[0] or Path(arguments[0]).exists()):
             return cls(arguments[0], tuple(arguments[1:]), port)
         return cls(None, tuple(arguments), port)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The options of `train` that make it one machine's part of a job over several; names as torchrun's."""
+
+    least: int
+    most: int
+    endpoint: str
+    """HOST:PORT where they meet."""
+    ranks: int | None = None
+    """On this machine; None: one for each accelerator, or this machine's share of the layout."""
+    job: str | None = None
+    """The name of the job; None: the run's."""
+    patience: float = 600.0
+    """Seconds to wait for the store and for enough machines."""
+
+    @classmethod
+    def counts(cls, text: str) -> tuple[int, int]:
+        """``MIN:MAX``, or one number for both. ValueError: it is neither."""
+        first, _, last = text.partition(":")
+        try:
+            least, most = int(first), int(last or first)
+        except ValueError:
+            least = most = 0
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"{text!r} is no number of machines, nor MIN:MAX with 1 <= MIN <= MAX, such as 2:8"
+            )
+        return least, most

@@ -61,6 +61,20 @@ class Restarts:
         self._furthest = -1
         self._repeated = 0
 
+    @property
+    def progress(self) -> int:
+        """The last step that is done."""
+        return self._progress()
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """What another machine counts on from: how many there were, the furthest step, failures since without one."""
+        return self.used, self._furthest, self._repeated
+
+    def take_over(self, state: tuple[int, int, int]) -> None:
+        """Counts on from another machine's `state`."""
+        self.used, self._furthest, self._repeated = state
+
     def after(self, failure: Failure) -> float | None:
         """Seconds after which the ranks should start again; None: they should not, and this failure is the job's."""
         if not self.limit or not may_pass(failure):

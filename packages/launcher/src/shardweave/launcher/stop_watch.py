@@ -68,8 +68,8 @@ class StopWatch:
                     self._before[number] = signal.signal(number, self._hear)
 
     def started(self) -> None:
-        """New ranks: they do not train yet."""
-        self._begun = False
+        """New ranks: they do not train yet, and have not been asked."""
+        self._begun = self.asked = False
 
     def look(self, board: StopBoard) -> None:
         """Called between two looks at the ranks: passes the request on, and ends a stop that takes too long.

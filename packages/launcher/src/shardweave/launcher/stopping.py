@@ -43,13 +43,18 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, untyped
 
 from shardweave.comm import Axis, all_reduce
+from shardweave.comm.store import PREFIX
 from shardweave.comm.zygote import signal_name
 from shardweave.launcher.exit_status import STOPPED
 
-__all__ = ["STOPPED", "STOP_SIGNALS", "Stop", "StopBoard", "Stopping", "ignored"]
+__all__ = ["REGROUP", "STOPPED", "STOP_SIGNALS", "Stop", "StopBoard", "Stopping", "ignored"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Those that ask a run to stop."""
+
+REGROUP = 1000
+"""In place of a signal: the ranks stop so that they can be started again on more machines. The largest, so that all
+machines leave alike where a signal comes at the same moment; a launcher passes that on to the ranks that follow."""
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -68,7 +73,8 @@ class Stop:
         return 128 + signal.SIGINT if self.signal == signal.SIGINT else STOPPED
 
     def __str__(self) -> str:
-        return f"stopped by {signal_name(self.signal)} after step {self.step}, which is saved"
+        by = "for more machines" if self.signal == REGROUP else f"by {signal_name(self.signal)}"
+        return f"stopped {by} after step {self.step}, which is saved"
 
 
 class StopBoard:
@@ -81,7 +87,10 @@ class StopBoard:
     def of_launcher(cls) -> StopBoard:
         """For a rank that our launcher started: a connection to the store that the launcher holds."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return cls(TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT))
+        store: Store = TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+        return cls(PrefixStore(os.environ[PREFIX], store) if PREFIX in os.environ else store)
 
     def begin(self) -> None:
         """Rank: from here on a request is seen before the next step."""
