@@ -7,7 +7,7 @@ import pytest
 
 from shardweave.launcher.data.dataset import Corpus, Dataset, Source
 from shardweave.launcher.data.errors import DataError
-from shardweave.launcher.data.split import split
+from shardweave.launcher.data.split import least_share, split
 from shardweave.launcher.data.tokens import ArrayTokens
 
 
@@ -92,3 +92,17 @@ def test_another_corpus_may_be_evaluated_on() -> None:
     ids = data.validation_ids(np.arange(2))
     assert data.windows(ids).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     assert not set(ids.tolist()) & set(range(10))
+
+
+@pytest.mark.parametrize("lengths", [(10,) * 10, (30,) * 9 + (4,), (6, 5, 3, 4), (20, 30), (41,), (500, 499)])
+def test_the_least_share_sets_the_first_sample_aside_and_a_smaller_one_none(lengths: tuple[int, ...]) -> None:
+    corpus = _corpus(*lengths)
+    share = least_share(corpus, 4)
+    assert share is not None
+    assert len(split(corpus, 4, share)[1]) >= 1
+    assert not len(split(corpus, 4, round(share - 0.0001, 4))[1])
+
+
+@pytest.mark.parametrize("lengths", [(3, 50), (8,), (2, 2, 2)])
+def test_there_is_no_least_share_where_nothing_would_be_left_to_train_on(lengths: tuple[int, ...]) -> None:
+    assert least_share(_corpus(*lengths), 4) is None

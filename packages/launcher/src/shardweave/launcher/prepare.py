@@ -20,6 +20,8 @@ from shardweave.launcher.assembly import DTYPES, source_of
 from shardweave.launcher.communication import idle_over, residual_bytes
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_dataset
+from shardweave.launcher.data.dataset import Dataset
+from shardweave.launcher.data.split import least_share
 from shardweave.launcher.foreign_tokens import foreign_tokens
 from shardweave.launcher.layout import batch_plan, check_fit, layout_of
 from shardweave.launcher.overview import Overview
@@ -69,13 +71,34 @@ class Prepared:
         texts = (*self.loaded.warnings, *str(ConfigError(idle, self.loaded.origins)).splitlines())
         if foreign := foreign_tokens(self.config, RunDirectory.of(self.config).path):
             texts = (*texts, foreign)
-        data, share = self.overview.dataset, self.config.data.validation
-        if data.num_validation or not (share or self.config.data.validation_source):
-            return texts
-        text = "no validation: `data.validation_source` has less than one sample"
-        if self.config.data.validation_source is None:
-            text = f"no validation: the last documents within `data.validation: {share}` hold less than one sample"
-        return (*texts, text)
+        return (*texts, *_without_validation(self.config, self.overview.dataset))
+
+
+def _without_validation(config: Config, dataset: Dataset) -> list[str]:
+    """Of each source that is trained on and never evaluated, though validation was asked for, a sentence."""
+    if config.data.validation_source is not None:
+        return (
+            []
+            if dataset.num_validation
+            else ["no validation: `data.validation_source` has less than one sample"]
+        )
+    if not config.data.validation:
+        return []
+    texts = []
+    for corpus in (source.corpus for source in dataset.sources if source.corpus.is_open):
+        if len(corpus.spans[1]):
+            continue
+        needed = least_share(corpus.spans[0].tokens, corpus.sequence)
+        wayout = (
+            ""
+            if needed is None
+            else f"data.validation={needed} holds the first (no document is cut), or use "
+        )
+        texts.append(
+            f"no validation on {corpus.name}: its last documents within `data.validation: {config.data.validation}` "
+            f"hold less than one sample; {wayout or 'use '}data.validation_source"
+        )
+    return texts
 
 
 def prepare(request: Request, world_size: int | None = None) -> Prepared:

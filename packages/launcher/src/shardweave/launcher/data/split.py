@@ -12,9 +12,10 @@ So no document is half trained on and half evaluated. A corpus of one document i
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from shardweave.launcher.data.errors import DataError
 from shardweave.launcher.data.tokens import Tokens
 
-__all__ = ["Span", "split"]
+__all__ = ["Span", "least_share", "split"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +108,18 @@ def _border(tokens: Tokens, share: Fraction) -> int:
     length = len(tokens)
     least = length - int(share * length)
     return tokens.start_of(bisect_left(range(tokens.documents), least, key=tokens.start_of))
+
+
+def least_share(tokens: Tokens, sequence: int) -> float | None:
+    """The smallest share, to four digits, for which `split` sets a sample aside; None: no share leaves one for each."""
+    length = len(tokens)
+    if tokens.documents == 1:
+        needed = Fraction(1, max(1, (length - 1) // sequence))
+    else:
+        last = bisect_right(range(tokens.documents), length - sequence - 1, key=tokens.start_of) - 1
+        needed = Fraction(length - tokens.start_of(max(0, last)), length)
+    share = ceil(needed * 10_000) / 10_000
+    try:
+        return share if share < 1 and len(split(tokens, sequence, share)[1]) else None
+    except DataError:
+        return None
