@@ -129,8 +129,6 @@ def _with(path: tuple[str, ...], value: Any) -> Config:
     [
         (("zero", "offload"), "cpu"),
         (("zero", "offload"), "disk"),
-        (("guard", "nonfinite"), "rollback"),
-        (("guard", "spike"), "rollback"),
         (("metrics", "tensorboard"), True),
     ],
 )

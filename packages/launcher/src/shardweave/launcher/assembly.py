@@ -164,7 +164,7 @@ def assemble(config: Config, mesh: Mesh) -> Assembly:
         precision=_precision(config, dtype),
         bucket_mb=config.comm.bucket_mb,
         shard_between_micro_batches=_between_micro_batches(config.zero),
-        nonfinite=config.guard.nonfinite,
+        nonfinite="skip",  # the trainer sees to the rest, which looks where it came from
         reduction="sum",
         loss_scale=LossScale() if dtype == torch.float16 else None,
         compression=compression_of(config.comm),

@@ -43,7 +43,7 @@ from shardweave.zero.checkpoint import (
     save_checkpoint,
 )
 
-__all__ = ["at_start", "resume", "save"]
+__all__ = ["at_start", "resume", "roll_back", "save"]
 
 SUPERSEDED = ".superseded"
 
@@ -68,6 +68,8 @@ def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None]
             "step": trainer.step,
             "samples": trainer.samples,
             "data": _data(trainer),
+            "skipped": [list(one) for one in trainer.skipped if one[1] > trainer.samples],
+            "guard": dict(trainer.guard_state),
             "layout": trainer.parts.layout.sizes(),
             "config": plain_settings(trainer.config),
             "versions": {
@@ -107,7 +109,22 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
     Raises:
         ConfigError: for a checkpoint of another model, or when there are checkpoints and none can be read.
     """
-    found = _found_by_all(trainer.config, trainer.mesh, root)
+    return _continue(trainer, trainer.config, root, warn)
+
+
+def roll_back(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | None:
+    """Puts a trainer back to the newest whole checkpoint of its own run; None when there is none.
+
+    Every rank calls it. `trainer.skipped` is kept: what is to be left out from here on. Later checkpoints, which are
+    damaged, are put aside. Otherwise as :func:`resume`.
+    """
+    checkpoint = trainer.config.checkpoint.model_copy(update={"resume": "auto"})
+    return _continue(trainer, trainer.config.model_copy(update={"checkpoint": checkpoint}), root, warn)
+
+
+def _continue(trainer: Trainer, config: Config, root: Path, warn: Callable[[str], None]) -> Path | None:
+    """Loads the newest checkpoint that `config` allows and that can be read."""
+    found = _found_by_all(config, trainer.mesh, root)
     for text in found.passed:
         warn(f"warning: {text}")
     damaged: list[str] = []
@@ -127,7 +144,10 @@ def resume(trainer: Trainer, root: Path, warn: Callable[[str], None]) -> Path | 
             warn(f"warning: {path.name} is passed over: {error}")
             continue
         others = trainer.continue_from(values.step, values.samples, _position(values))
-        for text in (*changes_since(trainer.config, path, values), *others):
+        kept = {(begin, end) for begin, end in values.skipped}
+        trainer.skipped = tuple(sorted(kept.union(trainer.skipped)))
+        trainer.guard_state = values.guard
+        for text in (*changes_since(config, path, values), *others):
             warn(f"warning: {text}")
         _supersede(trainer, root, warn)
         return path

@@ -429,12 +429,16 @@ class Guard(_Block):
     """What happens when numbers go wrong."""
 
     nonfinite: Literal["skip", "stop", "rollback"] = "skip"
-    """A loss or gradient that is not finite: skip the step on all ranks, or stop the run. With fp16 this is about
-    what is left at the smallest loss scale; above it, the scale is halved and the step skipped."""
+    """A loss or gradient that is not finite: skip the step on all ranks, stop the run, or go back to the last
+    checkpoint and on without the samples of that step. Where it came from is told. With fp16, gradients are meant that
+    are not finite at the smallest loss scale; above it, the scale is halved and the step skipped."""
     spike: Literal["off", "warn", "stop", "rollback"] = "warn"
-    """A loss far above its recent level."""
+    """A loss or gradient norm far above its level in the last 50 steps: no matter, a warning, the end of the run, or
+    back to the last checkpoint and on without the samples of that step."""
     max_skips: Count = 10
     """More skipped steps in a row than this stop the run. Those that only find fp16's loss scale do not count."""
+    max_rollbacks: Count = 10
+    """More returns to a checkpoint than this, in the whole run, stop it."""
 
 
 class Metrics(_Block):

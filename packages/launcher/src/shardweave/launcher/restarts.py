@@ -18,7 +18,7 @@ __all__ = ["Restarts", "backoff", "may_pass"]
 _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 30.0
 
-_DECIDED = ("TrainingStopped", "ConfigError")
+_DECIDED = ("TrainingStopped", "FloatingPointError", "ConfigError")
 """Exceptions that the same step would raise again."""
 
 

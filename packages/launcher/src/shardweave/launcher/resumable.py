@@ -62,6 +62,10 @@ class RunValues(BaseModel):
     samples: NonNegativeInt
     data: dict[str, Any]
     """What tells one text from another."""
+    skipped: list[list[int]] = []
+    """Ranges of the sample order that the run leaves out: the first visit, and the one behind the last."""
+    guard: dict[str, Any] = {}
+    """What its guards remember."""
     layout: dict[str, int]
     config: dict[str, Any]
     """Resolved."""

@@ -70,6 +70,10 @@ _NO_SAMPLES = _when(
     lambda config: config.run.sample_every == 0, "`run.sample_every` is 0: no text is asked for"
 )
 _NEVER_SKIPS = _when(lambda config: config.guard.nonfinite != "skip", "`guard.nonfinite` does not skip steps")
+_NEVER_ROLLS_BACK = _when(
+    lambda config: "rollback" not in (config.guard.nonfinite, config.guard.spike),
+    "neither `guard.nonfinite` nor `guard.spike` is rollback",
+)
 _NEVER_SAVES = _when(lambda config: config.checkpoint.every == 0, "`checkpoint.every` is 0")
 
 
@@ -131,6 +135,7 @@ _IDLE: tuple[_Idle, ...] = (
     _Idle(("comm", "warmup"), _PLAIN),
     _Idle(("checkpoint", "keep"), _NEVER_SAVES),
     _Idle(("guard", "max_skips"), _NEVER_SKIPS),
+    _Idle(("guard", "max_rollbacks"), _NEVER_ROLLS_BACK),
 )
 
 
@@ -191,6 +196,13 @@ def contradictions(config: Config) -> Iterator[Problem]:
             f"{_setting(config, 'optimizer', 'min_lr')} is above {_setting(config, 'optimizer', 'lr')}, and the "
             "learning rate falls from lr to min_lr; lower min_lr or use optimizer.schedule=constant",
         )
+    for key, value in (("nonfinite", config.guard.nonfinite), ("spike", config.guard.spike)):
+        if value == "rollback" and config.checkpoint.every == 0:
+            yield Problem(
+                ("guard", key),
+                f"{_setting(config, 'guard', key)} goes back to the last checkpoint, and with "
+                f"{_setting(config, 'checkpoint', 'every')} none is written; use checkpoint.every=20",
+            )
     yield from _words(config)
 
 

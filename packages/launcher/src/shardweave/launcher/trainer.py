@@ -13,13 +13,14 @@ One step::
     [4] reduce, global norm, clip, update                 zero, which takes the scale out again
     [5] loss, summed over data ranks and stages           what every rank reports
     [6] what the routers did, summed over all ranks       with experts; moves the biases that balance them, if any
+    [7] a second look, if a number is not finite          where it came from: `anomalies`
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardweave.comm import DropoutStreams, Mesh, all_reduce, counts_here, full_index, sharding_of
+from shardweave.launcher.anomalies import find_origin, origin_text
 from shardweave.launcher.assembly import Assembly, assemble
 from shardweave.launcher.config import Config
 from shardweave.launcher.corpus import open_dataset
@@ -36,7 +38,7 @@ from shardweave.launcher.data.batches import Batches, BatchSource, Transform
 from shardweave.launcher.data.blend import BlendOrder
 from shardweave.launcher.data.dataset import IGNORED, Dataset, MicroBatch
 from shardweave.launcher.data.loader import Loader
-from shardweave.launcher.data.position import Given, Position, continued
+from shardweave.launcher.data.position import Given, Position, continued, past
 from shardweave.launcher.data.validation import validation_sources
 from shardweave.launcher.evaluation import Evaluation, evaluate
 from shardweave.launcher.learning_rate import learning_rate
@@ -72,6 +74,9 @@ class StepResult:
     head_z_loss: float | None = None
     """With `model.head_z_loss`: the mean of `logsumexp(logits)^2` over the valid tokens, without its weight; `loss` is
     without it."""
+    anomaly: str = ""
+    """Where a loss or gradient that is not finite came from, as a clause; empty where all are finite, and where only a
+    loss scale was too large."""
     statistics: StepStatistics | None = None
     """What gradients and activations looked like, in a step of which `metrics.statistics` asks it."""
 
@@ -117,6 +122,13 @@ class Trainer:
         """Optimizer steps done."""
         self.samples = 0
         """Samples trained on, over all ranks: the position in the sample order."""
+        self.began_at = 0
+        """Number of the last step's first sample in the sample order."""
+        self.skipped: tuple[tuple[int, int], ...] = ()
+        """Ranges of the sample order that are not trained on: the first, and the one behind the last. Any step that
+        would have one of them begins behind the range instead. Checkpoints keep them."""
+        self.guard_state: Mapping[str, object] = {}
+        """What the run's guards remember, as JSON: checkpoints keep it."""
         self.data_seconds = 0.0
         """How long the last step waited for its micro-batches, on this rank."""
         self.trained_on: tuple[tuple[int, ...], ...] = ()
@@ -168,8 +180,14 @@ class Trainer:
         return found.changes
 
     def train_step(self) -> StepResult:
-        """One optimizer step over a global batch; the same result on every rank."""
+        """One optimizer step over a global batch; the same result on every rank.
+
+        Raises:
+            FloatingPointError: on every rank, with `guard.nonfinite: stop`, for a loss or gradient that is not finite;
+                it says where it came from.
+        """
         parts, settings = self.parts, self.config.optimizer
+        self.samples = self.began_at = past(self.samples, parts.plan.global_batch, self.skipped)
         began = time.perf_counter()
         made = self.batches.at(self.samples)  # [1]
         self.data_seconds = time.perf_counter() - began
@@ -191,6 +209,9 @@ class Trainer:
         statistics = step_statistics(parts, watched, self.mesh.world)
         parts.optimizer.step()  # [4]
         parts.optimizer.zero_grad()
+        loss = self._loss(total) / max(tokens, 1)  # [5]
+        head_z_loss = self._head_z_loss(tokens)
+        anomaly = self._anomaly(loss, micro_batches)  # [7]
         self.step += 1
         self.samples += parts.plan.global_batch
         seen = None if routers is None else routers.statistics(self.mesh.world, device=parts.device)  # [6]
@@ -199,7 +220,7 @@ class Trainer:
                 module.move_router_biases(seen, self.config.model.router_bias)
         return StepResult(
             step=self.step,
-            loss=self._loss(total) / max(tokens, 1),  # [5]
+            loss=loss,
             grad_norm=float(parts.optimizer.grad_norm),
             lr=rate,
             tokens=tokens,
@@ -207,9 +228,30 @@ class Trainer:
             loss_scale=loss_scale if self.config.precision == "fp16" else None,
             backed_off=parts.optimizer.step_backed_off,
             routers=seen,
-            head_z_loss=self._head_z_loss(tokens),
+            head_z_loss=head_z_loss,
+            anomaly=anomaly,
             statistics=statistics,
         )
+
+    def _anomaly(self, loss: float, micro_batches: Sequence[MicroBatch]) -> str:
+        """Where a number of this step came from that is not finite, looked for only if there is one."""
+        optimizer = self.parts.optimizer
+        unscaled = optimizer.step_skipped and not optimizer.step_backed_off
+        if math.isfinite(loss) and not unscaled:
+            return ""
+        arguments = self._arguments(micro_batches, self._routers(1.0))
+        origin = find_origin(self.parts, self.mesh, micro_batches, arguments)
+        for module in self.parts.modules if self.parts.shape.head_z_loss else ():
+            module.take_head_z_loss()  # of the second look
+        text = origin_text(origin, optimizer.nonfinite_gradient)
+        if self.config.guard.nonfinite == "stop":
+            changed = (
+                "no parameter was changed"
+                if optimizer.step_skipped
+                else "gradients were finite and were used"
+            )
+            raise FloatingPointError(f"step {self.step + 1}: the loss is {loss}: {text}; {changed}")
+        return text
 
     def evaluate(self) -> Evaluation | None:
         """Mean loss per token over `run.eval_samples` validation samples, always the same ones; None without any.

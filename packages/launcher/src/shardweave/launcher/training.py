@@ -14,9 +14,9 @@ from typing import Any
 
 from shardweave.comm import Mesh, gather_values
 from shardweave.comm.files import write_atomically
-from shardweave.launcher.checkpoint import at_start, resume, save
+from shardweave.launcher.checkpoint import at_start, resume, roll_back, save
 from shardweave.launcher.config import Config
-from shardweave.launcher.guards import Guards
+from shardweave.launcher.guards import Guards, RollBack, TrainingStopped
 from shardweave.launcher.meter import Meter
 from shardweave.launcher.metrics import MetricsFile
 from shardweave.launcher.reading import config_text
@@ -61,6 +61,7 @@ class Training:
         self._write_ranks()  # before the work begins: whoever looks for the pids finds them
         self.trainer = Trainer(at_start(config, mesh, run.checkpoints), mesh)
         self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
+        self._guards = Guards(config.guard)
         self._saved = -1
         self._metrics: MetricsFile | None = None
         self._texts: MetricsFile | None = None
@@ -78,29 +79,26 @@ class Training:
         if path is not None:
             self._saved = trainer.step
             self._say(f"resumed from {path} at step {trainer.step}")
+        self._guards.restore(trainer.guard_state)
         check_same_data(trainer)
         if self._mesh.world.is_first:
             write_atomically(
                 self.run_directory.config, config_text(resolved(self.config, data=self._mesh.dp.size))
             )
-            self._metrics = MetricsFile(self.run_directory.metrics, keep_steps=trainer.step)
-            if self._restarted:
-                self._metrics.write({"step": trainer.step, "event": "restart", "reason": self._restarted})
-            if self.config.run.sample_every:
-                self._texts = MetricsFile(self.run_directory.texts, keep_steps=trainer.step)
-            if self.config.data.log_samples:
-                self._samples = MetricsFile(self.run_directory.samples, keep_steps=trainer.step)
+        self._open_files()
+        if self._restarted:
+            self._event("restart", self._restarted)
         try:
+            if self._rolls_back and (path is None or path.parent != self.run_directory.checkpoints):
+                self._save()  # to have one of its own to go back to
             return self._steps()
         finally:
             trainer.close()
-            for file in (self._metrics, self._texts, self._samples):
-                if file is not None:
-                    file.close()
+            self._close_files()
 
     def _steps(self) -> Stop | None:
         trainer, settings = self.trainer, self.config
-        guards, meter = Guards(settings.guard), Meter(trainer)
+        meter = Meter(trainer)
         self._stopping.begin()
         while trainer.step < self._last:
             if number := self._stopping.agreed(self._mesh.world, trainer.parts.device):
@@ -110,7 +108,12 @@ class Training:
             self._record(meter.stop(result).record())
             if settings.data.log_samples:
                 self._log_samples()
-            warning = guards.check(result)
+            try:
+                warning = self._guards.check(result)
+            except RollBack as asked:
+                self._roll_back(str(asked))
+                continue
+            trainer.guard_state = self._guards.state()
             if warning:
                 self._say(f"warning: {warning}")
             done = trainer.step == self._last
@@ -132,6 +135,54 @@ class Training:
         stop = Stop(number, self.trainer.step)
         self._stopping.leave(stop)
         return stop
+
+    @property
+    def _rolls_back(self) -> bool:
+        return "rollback" in (self.config.guard.nonfinite, self.config.guard.spike)
+
+    def _roll_back(self, reason: str) -> None:
+        """Back to the last checkpoint, and on without the samples of the step that is done."""
+        trainer = self.trainer
+        bad = trainer.began_at, trainer.samples
+        trainer.skipped = (*trainer.skipped, bad)
+        path = roll_back(trainer, self.run_directory.checkpoints, self._say)
+        if path is None:
+            raise TrainingStopped(
+                f"{reason}; there is no checkpoint in {self.run_directory.checkpoints} to go back to: somebody has "
+                "deleted the run's; start over, or use guard.nonfinite=skip and guard.spike=warn"
+            )
+        self._guards.restore(trainer.guard_state)
+        trainer.guard_state = self._guards.state()
+        self._saved = trainer.step
+        self._close_files()
+        self._open_files()
+        text = (
+            f"{reason}; back to {path.name} and on without samples {bad[0]} to {bad[1] - 1} of the run (rollback "
+            f"{self._guards.rollbacks} of {self.config.guard.max_rollbacks}, guard.max_rollbacks)"
+        )
+        self._event("rollback", text)
+        self._say(f"warning: {text}")
+
+    def _open_files(self) -> None:
+        """The files that have a line for each step, without what lies behind this one."""
+        if not self._mesh.world.is_first:
+            return
+        directory, step = self.run_directory, self.trainer.step
+        self._metrics = MetricsFile(directory.metrics, keep_steps=step)
+        if self.config.run.sample_every:
+            self._texts = MetricsFile(directory.texts, keep_steps=step)
+        if self.config.data.log_samples:
+            self._samples = MetricsFile(directory.samples, keep_steps=step)
+
+    def _close_files(self) -> None:
+        for file in (self._metrics, self._texts, self._samples):
+            if file is not None:
+                file.close()
+
+    def _event(self, event: str, reason: str) -> None:
+        """A line of metrics.jsonl about what is no step."""
+        if self._metrics is not None:
+            self._metrics.write({"step": self.trainer.step, "event": event, "reason": reason})
 
     def _evaluate(self) -> None:
         found = self.trainer.evaluate()

@@ -37,18 +37,6 @@ def _not(*built: object) -> Callable[[Any], bool]:
 
 table: tuple[Row, ...] = (
     Row(("zero", "offload"), _not("none"), "offloading the optimizer state", "zero.offload=none"),
-    Row(
-        ("guard", "nonfinite"),
-        _not("skip", "stop"),
-        "rolling back to a checkpoint",
-        "guard.nonfinite=skip or stop",
-    ),
-    Row(
-        ("guard", "spike"),
-        _not("off", "warn", "stop"),
-        "rolling back to a checkpoint",
-        "guard.spike=warn or stop",
-    ),
     Row(("metrics", "tensorboard"), _not(False), "TensorBoard output", "metrics.tensorboard=false"),
 )
 """In the order of the schema."""

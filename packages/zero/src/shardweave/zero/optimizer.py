@@ -216,6 +216,9 @@ class ZeroOptimizer(Optimizer):
         """Steps that were skipped because a gradient was not finite."""
         self.step_skipped = False
         """Whether the last :meth:`step` was one of them; a learning-rate scheduler should not move then."""
+        self.nonfinite_gradient = ""
+        """After a :meth:`step` that found a gradient that is not finite, and no loss scale to blame: which parameter's
+        it is, and from which ranks, the same text on all of them; else empty."""
         self.step_backed_off = False
         """Whether the last :meth:`step` was skipped and :attr:`loss_scale` is smaller now: the routine of finding
         the scale, and no sign of trouble as other skipped steps are."""
@@ -542,13 +545,16 @@ class ZeroOptimizer(Optimizer):
 
     def _decide(self, broken: bool) -> bool:
         """Whether all ranks skip this step."""
+        self.nonfinite_gradient = ""
         if not broken or self._options.nonfinite == "ignore":
             return False
-        if self._options.nonfinite == "stop" and not self._scaler.can_back_off:
+        if not self._scaler.can_back_off:
             scaled = self._options.loss_scale is not None
             found = describe_broken(self._holdings.units, self._axes.data, self._axes.model, scaled=scaled)
             at = f" at the smallest loss scale, {self.loss_scale:g}" if scaled else ""
-            raise FloatingPointError(f"step {self.num_steps}: {found}{at}; no parameter was changed")
+            self.nonfinite_gradient = f"{found}{at}"
+            if self._options.nonfinite == "stop":
+                raise FloatingPointError(f"step {self.num_steps}: {found}{at}; no parameter was changed")
         self.skipped += 1
         return True
 

@@ -21,7 +21,7 @@ from typing import Any
 from shardweave.launcher.data.blend import BlendOrder
 from shardweave.launcher.data.dataset import Source
 
-__all__ = ["Continuation", "Given", "Position", "continued"]
+__all__ = ["Continuation", "Given", "Position", "continued", "past"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,20 @@ def continued(position: Position, visit: int, sources: Sequence[Source], seed: i
     )
     changes = (*_other_texts(present), *(_other_shares(present, gone, then, now) if not same else ()))
     return Continuation(order, gone, changes)
+
+
+def past(visit: int, count: int, skipped: Iterable[tuple[int, int]]) -> int:
+    """Where the next step of `count` samples begins that has none of the `skipped` ones, from `visit` on.
+
+    `skipped`: first visit and the one behind the last, of each range. A step is left out as a whole:
+
+    >>> past(16, 8, [(8, 16), (24, 32)]), past(24, 8, [(24, 32), (32, 40)]), past(20, 8, [(24, 32)])
+    (16, 40, 32)
+    """
+    for begin, end in sorted(skipped):
+        if begin < visit + count and visit < end:
+            visit = end
+    return visit
 
 
 _Pairs = list[tuple[Source, Given | None]]
