@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import pytest
 
 from shardweave.launcher.config import Guard
-from shardweave.launcher.guards import Guards, TrainingStopped
+from shardweave.launcher.guards import Guards, RollBack, TrainingStopped
 from shardweave.launcher.trainer import StepResult
 
 
 def _step(step: int, loss: float = 2.0, **values: Any) -> StepResult:
     return StepResult(
-        step=step, loss=loss, grad_norm=1.0, lr=0.1, **{"tokens": 8, "skipped": False, **values}
+        step=step, loss=loss, lr=0.1, **{"grad_norm": 1.0, "tokens": 8, "skipped": False, **values}
     )
 
 
@@ -69,3 +70,34 @@ def test_a_falling_loss_and_the_first_steps_are_no_spikes() -> None:
 
 def test_a_step_without_tokens_is_said() -> None:
     assert "no token to predict" in str(_guards().check(_step(1, 0.0, tokens=0)))
+
+
+def test_a_spike_of_the_norm_is_one_too_and_the_window_goes_on_from_what_was_kept() -> None:
+    guards = _guards(spike="stop")
+    for step in range(1, 12):
+        assert guards.check(_step(step, grad_norm=1.0 + 0.1 * (step % 3))) is None
+    assert guards.check(_step(12, grad_norm=3.9)) is None
+    kept = json.loads(json.dumps(guards.state()))
+    again, fresh = _guards(spike="stop"), _guards(spike="stop")
+    again.restore(kept)
+    with pytest.raises(TrainingStopped, match=r"step 13: the gradient norm jumped to 50\.000"):
+        again.check(_step(13, grad_norm=50.0))
+    assert fresh.check(_step(13, grad_norm=50.0)) is None
+
+
+def test_rollbacks_are_counted_over_checkpoints_and_bounded() -> None:
+    guards = _guards(nonfinite="rollback", max_rollbacks=2)
+    before = guards.state()
+    for _ in range(2):
+        with pytest.raises(RollBack, match="step 3 was skipped: .*; where"):
+            guards.check(_step(3, skipped=True, anomaly="where"))
+        guards.restore(before)  # of the checkpoint that it goes back to
+    with pytest.raises(TrainingStopped, match=r"a checkpoint 2 times \(guard.max_rollbacks: 2\)"):
+        guards.check(_step(3, skipped=True))
+
+
+def test_a_loss_that_is_not_finite_is_no_search_for_a_scale() -> None:
+    guards = _guards(nonfinite="rollback")
+    with pytest.raises(RollBack):
+        guards.check(_step(1, math.inf, skipped=True, backed_off=True, loss_scale=8.0))
+    assert "the loss is nan, though its gradients were finite" in str(_guards().check(_step(1, math.nan)))

@@ -68,7 +68,7 @@ compile:    false
 comm:       {hierarchy: auto, shared_memory: true, bucket_mb: 25, timeout: 300, debug: false, compression: none,
              density: 0.01, rank: 4, warmup: 10}
 checkpoint: {every: 20, keep: 2, async: true, resume: auto}
-guard:      {nonfinite: skip, spike: warn, max_skips: 10}
+guard:      {nonfinite: skip, spike: warn, max_skips: 10, max_rollbacks: 10}
 metrics:    {tensorboard: false, console: auto, statistics: 0}
 """
 
