@@ -89,7 +89,7 @@ def test_rollbacks_are_counted_over_checkpoints_and_bounded() -> None:
     guards = _guards(nonfinite="rollback", max_rollbacks=2)
     before = guards.state()
     for _ in range(2):
-        with pytest.raises(RollBack, match="step 3 was skipped: .*; where"):
+        with pytest.raises(RollBack, match=r"step 3 was skipped: .*; where"):
             guards.check(_step(3, skipped=True, anomaly="where"))
         guards.restore(before)  # of the checkpoint that it goes back to
     with pytest.raises(TrainingStopped, match=r"a checkpoint 2 times \(guard.max_rollbacks: 2\)"):
