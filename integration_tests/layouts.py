@@ -230,7 +230,7 @@ def compare(record: Record, right: Record, tolerance: float) -> list[str]:
         ("loss", record.losses, right.losses),
         ("norm", record.grad_norms, right.grad_norms),
     ):
-        apart = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
+        apart = [abs(a - b) / max(b, 1e-300) for a, b in zip(ours, theirs, strict=True)]
         beyond = [step for step, value in enumerate(apart) if not value <= tolerance]  # NaN, too
         if beyond:
             step = beyond[0]
@@ -274,7 +274,7 @@ def compare_statistics(
             largest = max((one.rms for one in expected.values()), default=0.0)
             for name, its in expected.items():
                 is_noise = name.endswith(NO_GRADIENT)
-                least = largest if is_noise or of_largest else 1e-300
+                least = max(largest if is_noise or of_largest else 0.0, 1e-300)
                 apart = [
                     abs(a - b) / max(b, least)
                     for a, b in ((ours[name].rms, its.rms), (ours[name].max, its.max))

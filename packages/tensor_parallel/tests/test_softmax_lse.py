@@ -141,3 +141,21 @@ def test_empty_sequences_have_empty_results() -> None:
         assert not out.any()
         gradients = attend_backward(torch.ones_like(q), q, k, k, out, lse, Bias(causal=False, mask=None))
         assert [one.shape for one in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad"])
+def test_heads_whose_numbers_lie_apart(form: str, which: str) -> None:
+    """The fused operator goes by no last stride; two rotated numbers have another than 1, from `torch.cat`."""
+    given = {name: values(1, 2, 6, 2, seed=seed) for seed, name in enumerate(("q", "k", "v", "grad"))}
+    bias = Bias(causal=True)
+
+    def found(**heads: Tensor) -> list[Tensor]:
+        out, lse = attend(heads["q"], heads["k"], heads["v"], bias)
+        backward = attend_backward(heads["grad"], heads["q"], heads["k"], heads["v"], out, lse, bias)
+        return [out, lse, *backward]
+
+    right = found(**given)
+    apart = given[which].transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert apart.stride(-1) != 1
+    for ours, theirs in zip(found(**{**given, which: apart}), right, strict=True):
+        assert_near(ours, theirs)

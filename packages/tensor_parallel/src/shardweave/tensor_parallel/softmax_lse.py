@@ -19,6 +19,11 @@ answers otherwise, the plain form does it all; it holds the scores of one block,
 [Note: Grouped queries]
     ``k`` and ``v`` may have fewer heads, ``m``, than ``q`` has, ``n``: query head ``i`` reads head ``i // (n / m)``.
     Their gradients are sums over the group.
+
+[Note: A head's numbers lie together]
+    The fused operators read a head's ``d`` numbers one after the other, whatever the last stride says; torch's public
+    attention looks first, they do not, and read beside the tensor. Rotated heads of two numbers have another stride:
+    halves of one number look to ``torch.cat`` like images with the channels last.
 """
 
 from __future__ import annotations
@@ -131,6 +136,7 @@ def _agrees(dtype: torch.dtype, group: int, causal: bool, masked: bool) -> bool:
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> tuple[Tensor, Tensor]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = _together(q), _together(k), _together(v)  # see [Note: A head's numbers lie together]
     out, lse = operator(q, k, v, 0.0, bias.causal, attn_mask=bias.mask)
     if bias.mask is not None:  # see [Note: A query that sees nothing]
         blind = (bias.mask == -math.inf).all(-1)
@@ -143,8 +149,14 @@ def _fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     finite = lse.masked_fill(lse == -math.inf, 0.0)
-    dq, dk, dv = operator(grad, q, k, v, out.to(q.dtype), finite, 0.0, bias.causal, attn_mask=bias.mask)
+    grad, q, k, v, out = (_together(tensor) for tensor in (grad, q, k, v, out.to(q.dtype)))
+    dq, dk, dv = operator(grad, q, k, v, out, finite, 0.0, bias.causal, attn_mask=bias.mask)
     return dq, dk, dv
+
+
+def _together(heads: Tensor) -> Tensor:
+    """The same with a last stride of 1; a copy only where it has another."""
+    return heads if heads.stride(-1) == 1 else heads.contiguous()
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> tuple[Tensor, Tensor]:
