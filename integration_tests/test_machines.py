@@ -143,3 +143,21 @@ def test_eight_ranks_lose_four_and_get_four_back(machines: Machines) -> None:
     ]
     assert "now dp4" in reasons[0]
     assert "now dp8" in reasons[1]
+
+
+@pytest.mark.hosts(2)
+@pytest.mark.timeout(300)
+def test_a_machine_is_cut_off_and_joins_again_by_itself(machines: Machines) -> None:
+    """Nobody is told: connections stay, and carry nothing. Signs of life that are missing tell."""
+    agents = [machines.start(number, ranks=1) for number in range(2)]
+    machines.wait(lambda: machines.step >= 15)
+    at = machines.step
+    machines.hosts.cut(1)
+    assert machines.wait(lambda: machines.step > at + 2) < LONGEST
+    assert len(machines.ranks) == 1
+    machines.hosts.mend(1)
+    machines.wait(lambda: len(machines.ranks) == 2)
+    at = machines.step
+    machines.wait(lambda: machines.step > at + 3)
+    agents[0].send_signal(signal.SIGTERM)
+    assert [agent.wait(30) for agent in agents] == [75, 75], machines.outputs
