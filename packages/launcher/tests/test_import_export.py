@@ -181,6 +181,8 @@ def test_the_tokenizer_that_comes_along_is_the_runs_and_goes_out_again(
 ) -> None:
     """Exactly as it came, with text that is in and out of it; also after the run was moved."""
     (published / "merges.txt").unlink()
+    shape = published / "config.json"
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"eos_token_id": None}))
     made = byte_level(vocab=257)
     saved(made, published, tokenizer_config={"eos_token": ENDING})
     status, out, err = run(tmp_path, "import", "published", "--out", "runs/own")
@@ -203,6 +205,10 @@ def test_the_tokenizer_that_comes_along_is_the_runs_and_goes_out_again(
     assert (status, err) == (0, ""), out + err
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (published / name).read_bytes(), name
+    # The config.json that came says none; the tokenizer does.
+    assert json.loads((tmp_path / "again/config.json").read_text())["eos_token_id"] == made.token_to_id(
+        ENDING
+    )
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_not_taken_and_another_is_if_asked_for(

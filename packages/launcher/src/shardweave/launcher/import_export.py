@@ -166,6 +166,7 @@ def _export(
         "config": config.plain(),
         "checkpoint": str(checkpoint),
         "tokenizer_from": None if aside is None else str(aside),
+        "end_of_text": _end_of_text(config),
         **options,
     }
     status = on_ranks(
@@ -174,6 +175,17 @@ def _export(
     if not status:
         print(f"{options['out']} has the weights of {checkpoint}")
     return status
+
+
+def _end_of_text(config: Config) -> int | None:
+    """The token of that name in the run's texts; None where the tokenizer's files are gone."""
+    from shardweave.launcher.problems import ConfigError
+    from shardweave.launcher.words import tokenizer_of
+
+    try:
+        return tokenizer_of(config).end_of_text
+    except ConfigError:
+        return None
 
 
 def _tokenizer_files(config: Config, run: RunDirectory) -> Path | None:

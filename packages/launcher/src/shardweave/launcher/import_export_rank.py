@@ -41,6 +41,7 @@ def export_main(payload: Mapping[str, Any]) -> None:
             dtype=_dtype(payload["dtype"]) if payload["dtype"] else None,
             shard_size=payload["shard_size"],
             tokenizer_from=payload["tokenizer_from"],
+            end_of_text=payload["end_of_text"],
         )
 
 

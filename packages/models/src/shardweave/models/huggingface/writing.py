@@ -66,6 +66,7 @@ def to_huggingface(
     dtype: torch.dtype | None = None,
     shard_size: str | int = "5GB",
     tokenizer_from: str | Path | None = None,
+    end_of_text: int | None = None,
 ) -> Path:
     """Writes ``config.json`` and safetensors files that ``transformers`` loads; collective over ``world``.
 
@@ -79,6 +80,7 @@ def to_huggingface(
         shard_size: of one file, at most, unless one tensor is larger: a number of bytes, or a text as ``"5GB"``.
         tokenizer_from: a directory of which tokenizer files are copied, and whose ``config.json``, if there is one,
             says the numbers of special tokens.
+        end_of_text: the token that ends a document, where nothing there says it: texts of the model stop at it.
 
     Each rank writes what it holds to its place in the files, so no rank needs memory for more than that and a copy of
     one parameter's part. Where a data axis shards the parameters (ZeRO stage 3), they are gathered and freed one after
@@ -96,7 +98,8 @@ def to_huggingface(
     export.together(export.begin)
     written = export.together(export.write)
     export.check_whole(written)
-    export.together(lambda: export.finish(None if tokenizer_from is None else Path(tokenizer_from)))
+    source = None if tokenizer_from is None else Path(tokenizer_from)
+    export.together(lambda: export.finish(source, end_of_text))
     return export.directory
 
 
@@ -180,14 +183,16 @@ class _Export:
         if self.world.is_first:
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def finish(self, tokenizer_from: Path | None) -> None:
+    def finish(self, tokenizer_from: Path | None, end_of_text: int | None) -> None:
         """[3] What describes the files, then the name."""
         if not self.world.is_first:
             return
-        tokens = {}
+        tokens: dict[str, Any] = {}
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, self.partial)
             tokens = _tokens(tokenizer_from)
+        if tokens.get("eos_token_id") is None:
+            tokens["eos_token_id"] = end_of_text
         name = str(self.dtype).removeprefix("torch.")
         _write_json(
             self.partial / CONFIG, config_to_json(self.config, self.family, dtype=name, tokens=tokens)
