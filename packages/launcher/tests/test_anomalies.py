@@ -72,7 +72,7 @@ def _dataset(bad: Sequence[int] = (BAD,)) -> Dataset:
 
 
 def _poisoned(trainer: Trainer) -> Trainer:
-    """Layer 2 gives a NaN for every micro-batch with the token 0, wherever that is seen: by the embedding's stage."""
+    """The embedding gives NaN for every micro-batch with the token 0, on the ranks that see it."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         return output * float("nan") if bool((arguments[0] == 0).any()) else output
