@@ -288,10 +288,11 @@ def data_peers(session: nox.Session) -> None:
     session.run("python", "-m", "packages.launcher.benchmarks.indexed", env=ENVIRONMENT)
 
 
-@nox.session(default=False, venv_backend="none")
+@nox.session(venv_params=WITHOUT_PIP)
 def faults(session: nox.Session) -> None:
-    """Not built yet: injected faults (killed ranks, full disks, lost nodes) come with durable runs."""
-    session.error("not built yet; what a failing rank does today is tested in `nox -s 'tests(launcher)'`")
+    """Saves in twelve layouts on up to 8 ranks and loads each in each: 144 pairs, bit for bit."""
+    install(session, PACKAGES)
+    session.run("python", "-m", "integration_tests.faults.matrix", env=ENVIRONMENT)
 
 
 @nox.session(default=False, venv_backend="none")

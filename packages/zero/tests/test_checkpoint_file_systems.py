@@ -23,6 +23,7 @@ from torch import nn
 from shardweave.comm import Mesh, barrier, name_parameters
 from shardweave.zero import ZeroOptimizer
 from shardweave.zero.checkpoint import (
+    CheckpointError,
     CheckpointWriteError,
     checkpoint_path,
     complete_checkpoints,
@@ -98,7 +99,7 @@ def _is_good(path: Path) -> bool:
     """A marker of half its length vouches for nothing: whoever reads it passes the checkpoint over."""
     try:
         return damaged_files(path) == []
-    except folder.CheckpointError:
+    except CheckpointError:
         return False
 
 
