@@ -166,7 +166,7 @@ def _export(
         "config": config.plain(),
         "checkpoint": str(checkpoint),
         "tokenizer_from": None if aside is None else str(aside),
-        "end_of_text": _end_of_text(config),
+        "end_of_text": _end_of_text(config, run),
         **options,
     }
     status = on_ranks(
@@ -177,13 +177,13 @@ def _export(
     return status
 
 
-def _end_of_text(config: Config) -> int | None:
+def _end_of_text(config: Config, run: Path) -> int | None:
     """The token of that name in the run's texts; None where the tokenizer's files are gone."""
+    from shardweave.launcher.generate import words_of
     from shardweave.launcher.problems import ConfigError
-    from shardweave.launcher.words import tokenizer_of
 
     try:
-        return tokenizer_of(config).end_of_text
+        return words_of(config, run).end_of_text
     except ConfigError:
         return None
 
