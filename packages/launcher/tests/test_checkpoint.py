@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardweave.comm import Mesh, barrier
-from shardweave.launcher.checkpoint import resume, save
+from shardweave.launcher.checkpoint import Saves, resume, save
 from shardweave.launcher.config import Config
 from shardweave.launcher.data.dataset import Dataset
 from shardweave.launcher.problems import ConfigError
@@ -327,10 +327,51 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_spoils_nothing(
             file.mkdir()  # where the file would be: a directory, which no user can write to
             write(tensors, file)
 
-        write = storage.__dict__["save_file"]
-        monkeypatch.setattr(storage, "save_file", refuse)
+        write = storage.__dict__["write_chunks"]
+        monkeypatch.setattr(storage, "write_chunks", refuse)
     with pytest.raises(CheckpointWriteError, match=r"step-00000002 could not be written: rank 1: "):
         save(trainer, tmp_path, keep=2)
     barrier(mesh.world)
     assert complete_checkpoints(tmp_path) == [(1, path)]
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_saves_behind_the_training_fail_with_a_warning_and_two_in_a_row_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(dp=2)
+    trainer = Trainer(_config(), mesh, dataset=_dataset())
+    said: list[str] = []
+    saves = Saves(trainer, tmp_path, keep=1, behind=True, warn=said.append)
+    write = storage.__dict__["write_chunks"]
+
+    def full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    for fails in (False, True, False, True, True):
+        trainer.train_step()
+        if trainer.step < 5:
+            before = saves.settle()
+            assert (before is not None) == (trainer.step == 3)
+            assert before is None or "step-00000002 could not be written: ranks 0, 1: " in before
+            monkeypatch.setattr(storage, "write_chunks", full if fails else write)
+            saves.save()
+            continue
+        saves.settle()  # step 4's: the first failure after a success
+        saves.save()
+    with pytest.raises(CheckpointWriteError, match=r"step-00000005 could not be written"):
+        saves.settle()
+    barrier(mesh.world)
+    assert [one.name for one in tmp_path.iterdir()] == ["step-00000003"]  # step 1's is pruned
+    assert resume(trainer, tmp_path, _quiet) == tmp_path / "step-00000003"
+    assert said == []
+
+
+def test_the_next_start_removes_what_a_dead_save_left(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    left = path.with_name(".step-00000090.partial")
+    left.mkdir()
+    (left / "rank-00000.safetensors").write_bytes(b"half")
+    assert resume(Trainer(_config(), Mesh(), dataset=_dataset()), path.parent, lambda _: None) == path
+    assert not left.exists()

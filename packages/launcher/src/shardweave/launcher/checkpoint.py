@@ -36,14 +36,17 @@ from shardweave.launcher.words import tokenizer_of
 from shardweave.zero.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
+    CheckpointWriteError,
+    CheckpointWriter,
     checkpoint_path,
     complete_checkpoints,
     load_checkpoint,
     prune_checkpoints,
+    remove_partials,
     save_checkpoint,
 )
 
-__all__ = ["at_start", "resume", "roll_back", "save"]
+__all__ = ["Saves", "at_start", "resume", "roll_back", "save"]
 
 SUPERSEDED = ".superseded"
 
@@ -58,33 +61,111 @@ def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None]
         CheckpointWriteError: the file system refused (full, read-only), the same on all ranks; nothing that was whole
             before is touched.
     """
-    path = checkpoint_path(root, trainer.step)
-    save_checkpoint(
-        path,
-        trainer.parts.optimizer,
-        world=trainer.mesh.world,
-        tensors=trainer.parts.buffers(),
-        values={
-            "step": trainer.step,
-            "samples": trainer.samples,
-            "data": _data(trainer),
-            "skipped": [list(one) for one in trainer.skipped if one[1] > trainer.samples],
-            "guard": dict(trainer.guard_state),
-            "layout": trainer.parts.layout.sizes(),
-            "config": plain_settings(trainer.config),
-            "versions": {
-                "shardweave": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        },
-    )
-    if trainer.mesh.world.is_first:
+    saves = Saves(trainer, root, keep=keep, behind=False, warn=warn)
+    return saves.save()
+
+
+class Saves:
+    """The checkpoints of a run, as they are written: every rank has one and calls it alike.
+
+    `behind`: files are written while training goes on. `warn` is told, on the thread that calls, of old checkpoints
+    that could not be deleted and of a save behind the training that failed: the next one is tried, and a second failure
+    in a row ends the run, as does one of the last.
+    """
+
+    def __init__(
+        self, trainer: Trainer, root: Path, *, keep: int, behind: bool, warn: Callable[[str], None]
+    ) -> None:
+        self._trainer, self._root, self._keep, self._warn = trainer, root, keep, warn
+        self._behind = behind
+        self._writer = CheckpointWriter(trainer.mesh.world, then=self._prune)
+        self._undeleted: list[str] = []
+        self._failed_before = False
+
+    def save(self) -> Path:
+        """Begins, or writes, a checkpoint of the step just done; collective.
+
+        Raises:
+            CheckpointWriteError: the file system refused (full, read-only), the same on all ranks; nothing that was
+                whole before is touched.
+        """
+        trainer = self._trainer
+        path = checkpoint_path(self._root, trainer.step)
+        optimizer, world = trainer.parts.optimizer, trainer.mesh.world
+        values, tensors = _values(trainer), trainer.parts.buffers()
+        if self._behind:
+            self._writer.save(path, optimizer, values=values, tensors=tensors)
+            return path
+        save_checkpoint(path, optimizer, world=world, values=values, tensors=tensors)
+        if world.is_first:
+            self._prune(path)
+        self._tell()
+        return path
+
+    def settle(self) -> str | None:
+        """Waits for the checkpoint before, as a save does first; collective. Returns why it failed, if it did.
+
+        Raises:
+            CheckpointWriteError: it is the second in a row that failed.
+        """
+        if self._writer.pending is None:
+            return None
         try:
-            prune_checkpoints(root, keep)
+            self.finish()
+        except CheckpointWriteError as error:
+            if self._failed_before:
+                raise
+            self._failed_before = True
+            return str(error)
+        self._failed_before = False
+        return None
+
+    def finish(self) -> None:
+        """Waits until the checkpoint that is being written is whole; collective.
+
+        Raises:
+            CheckpointWriteError: it could not be written.
+        """
+        self._writer.finish()
+        self._tell()
+
+    def newly_whole(self) -> Path | None:
+        """On the first rank, without waiting: the checkpoint that is being written, if it is whole by now."""
+        return self._writer.pending if self._writer.is_whole else None
+
+    @property
+    def pending(self) -> Path | None:
+        """The checkpoint that nobody has waited for yet."""
+        return self._writer.pending
+
+    def _prune(self, path: Path) -> None:
+        try:
+            prune_checkpoints(self._root, self._keep)
         except (OSError, CheckpointError) as error:
-            warn(f"warning: an old checkpoint could not be deleted: {error}")
-    return path
+            self._undeleted.append(f"warning: an old checkpoint could not be deleted: {error}")
+
+    def _tell(self) -> None:
+        for text in self._undeleted:
+            self._warn(text)
+        self._undeleted.clear()
+
+
+def _values(trainer: Trainer) -> dict[str, Any]:
+    """What a run writes into a checkpoint besides tensors."""
+    return {
+        "step": trainer.step,
+        "samples": trainer.samples,
+        "data": _data(trainer),
+        "skipped": [list(one) for one in trainer.skipped if one[1] > trainer.samples],
+        "guard": dict(trainer.guard_state),
+        "layout": trainer.parts.layout.sizes(),
+        "config": plain_settings(trainer.config),
+        "versions": {
+            "shardweave": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 def at_start(config: Config, mesh: Mesh, root: Path) -> Config:
@@ -127,6 +208,8 @@ def _continue(trainer: Trainer, config: Config, root: Path, warn: Callable[[str]
     found = _found_by_all(config, trainer.mesh, root)
     for text in found.passed:
         warn(f"warning: {text}")
+    if trainer.mesh.world.is_first and root.is_dir():
+        remove_partials(root)  # what a save left whose writer died: nobody else writes in a run's directory
     damaged: list[str] = []
     for path in found.paths:
         try:

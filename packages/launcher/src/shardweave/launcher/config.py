@@ -420,7 +420,7 @@ class Checkpoint(_Block):
     keep: Natural = 2
     """How many of the newest are kept; 0: all."""
     async_: Annotated[Flag, Field(alias="async")] = True
-    """Whether files are written while training goes on. For now they are always written before the next step."""
+    """Whether files are written while training goes on, from a copy in the host's memory."""
     resume: Text = "auto"
     """``auto``: continue from the run directory's newest whole checkpoint; ``never``; or a checkpoint's path."""
 

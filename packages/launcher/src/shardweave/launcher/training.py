@@ -10,11 +10,12 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardweave.comm import Mesh, gather_values
 from shardweave.comm.files import write_atomically
-from shardweave.launcher.checkpoint import at_start, resume, roll_back, save
+from shardweave.launcher.checkpoint import Saves, at_start, resume, roll_back
 from shardweave.launcher.config import Config
 from shardweave.launcher.guards import Guards, RollBack, TrainingStopped
 from shardweave.launcher.meter import Meter
@@ -63,6 +64,14 @@ class Training:
         self._last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self._guards = Guards(config.guard)
         self._saved = -1
+        self._saves = Saves(
+            self.trainer,
+            run.checkpoints,
+            keep=config.checkpoint.keep,
+            behind=config.checkpoint.async_,
+            warn=self._say,
+        )
+        self._said: Path | None = None
         self._metrics: MetricsFile | None = None
         self._texts: MetricsFile | None = None
         self._samples: MetricsFile | None = None
@@ -91,7 +100,14 @@ class Training:
         try:
             if self._rolls_back and (path is None or path.parent != self.run_directory.checkpoints):
                 self._save()  # to have one of its own to go back to
-            return self._steps()
+            stop = self._steps()
+            self._finish_saves()
+            if stop is not None:
+                self._stopping.leave(stop)
+            return stop
+        except TrainingStopped:  # on all ranks: the checkpoint before is what a person goes on from
+            self._finish_saves()
+            raise
         finally:
             trainer.close()
             self._close_files()
@@ -106,6 +122,8 @@ class Training:
             meter.start()
             result = trainer.train_step()
             self._record(meter.stop(result).record())
+            if (path := self._saves.newly_whole()) is not None:
+                self._say_saved(path)
             if settings.data.log_samples:
                 self._log_samples()
             try:
@@ -132,9 +150,7 @@ class Training:
         """Leaves after the step that is done, with a checkpoint of it, `checkpoint.every: 0` or not."""
         if self._saved != self.trainer.step:
             self._save()
-        stop = Stop(number, self.trainer.step)
-        self._stopping.leave(stop)
-        return stop
+        return Stop(number, self.trainer.step)
 
     @property
     def _rolls_back(self) -> bool:
@@ -143,6 +159,7 @@ class Training:
     def _roll_back(self, reason: str) -> None:
         """Back to the last checkpoint, and on without the samples of the step that is done."""
         trainer = self.trainer
+        self._settle_save()  # it may be the one to go back to
         bad = trainer.began_at, trainer.samples
         trainer.skipped = (*trainer.skipped, bad)
         path = roll_back(trainer, self.run_directory.checkpoints, self._say)
@@ -204,14 +221,34 @@ class Training:
             self._samples.write({"step": self.trainer.step, "samples": samples})
 
     def _save(self) -> None:
-        path = save(
-            self.trainer,
-            self.run_directory.checkpoints,
-            keep=self.config.checkpoint.keep,
-            warn=self._say,
-        )
+        self._settle_save()
+        self._said = None  # after a rollback it may be the same step's again
+        path = self._saves.save()
         self._saved = self.trainer.step
-        self._say(f"saved {path}")
+        if self._saves.pending is None:
+            self._say_saved(path)
+
+    def _settle_save(self) -> None:
+        """Waits for the checkpoint before; one that failed is told, and the run goes on."""
+        pending = self._saves.pending
+        failed = self._saves.settle()
+        if failed is not None:
+            self._say(f"warning: {failed}; training goes on, and the next checkpoint is tried")
+            self._event("save failed", failed)
+        elif pending is not None:
+            self._say_saved(pending)
+
+    def _finish_saves(self) -> None:
+        """Waits for the last checkpoint: a run that ends well has it."""
+        pending = self._saves.pending
+        self._saves.finish()
+        if pending is not None:
+            self._say_saved(pending)
+
+    def _say_saved(self, path: Path) -> None:
+        if path != self._said:
+            self._said = path
+            self._say(f"saved {path}")
 
     def _record(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:

@@ -2,6 +2,7 @@
 
 ==============================  ==============================================================================
 :func:`save_checkpoint`         all ranks write one checkpoint of an optimizer and its module
+:class:`CheckpointWriter`       ... and train on while it is written
 :func:`load_checkpoint`         all ranks read one, whatever layout wrote it: :class:`Loaded`
 :func:`read_tensors`            whole tensors in one process
 :class:`FromCheckpoint`         a rank's slices of parameters, without an optimizer
@@ -29,6 +30,7 @@ from .folder import (
     damaged_files,
     prune_checkpoints,
     read_manifest,
+    remove_partials,
 )
 from .from_full import load_full_state_dict
 from .full import full_state_dict
@@ -39,11 +41,13 @@ from .saving import save_checkpoint
 from .sharded import load_sharded_state_dict, sharded_state_dict
 from .slices import FromCheckpoint
 from .whole import parameter_names_of, read_tensors
+from .writer import CheckpointWriter
 
 __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointWriteError",
+    "CheckpointWriter",
     "Chunk",
     "FileEntry",
     "FromCheckpoint",
@@ -64,6 +68,7 @@ __all__ = [
     "read_manifest",
     "read_manifest_together",
     "read_tensors",
+    "remove_partials",
     "save_checkpoint",
     "sharded_state_dict",
 ]

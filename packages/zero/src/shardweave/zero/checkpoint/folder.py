@@ -9,6 +9,7 @@
         index.json               what is where, with checksums: see `manifest`
         complete                 SHA-256 of index.json: written last, so it is there exactly when all is
       .step-00000040.partial/    a checkpoint being written, or one whose writer died
+        rank-00001.written.json  that rank 1 is done, and its checksums; gone when all are
       .step-00000020.replaced/   the one before, while another of the same name takes its place
 
 A directory gets its name by one rename after every file in it has reached the disk, and its marker after that. Nothing
@@ -17,12 +18,14 @@ here runs code from a file, and nothing that is not a checkpoint's is deleted.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import zlib
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from .errors import CheckpointError
 from .manifest import FileEntry, Manifest
@@ -34,11 +37,15 @@ __all__ = [
     "damaged_files",
     "describe_file",
     "header_crc32",
+    "leave_note",
     "partial_path",
     "prune_checkpoints",
     "read_index",
     "read_manifest",
+    "read_note",
     "recover",
+    "remove_partial",
+    "remove_partials",
     "step_of",
     "why_not_replaceable",
     "wrong_sizes",
@@ -47,7 +54,8 @@ __all__ = [
 MARKER = "complete"
 INDEX = "index.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_OURS = re.compile(r"complete|index\.json|rank-\d{5,}\.safetensors")
+_OURS = re.compile(r"complete|index\.json|rank-\d{5,}\.(safetensors|written\.json(\.new)?)")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 _CHUNK = 1 << 22
 _LONGEST_HEADER = 100_000_000  # the bound of the safetensors format
 
@@ -149,12 +157,47 @@ def header_crc32(path: Path) -> int:
         return zlib.crc32(length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER)))
 
 
+def leave_note(path: Path, rank: int, note: Any) -> None:
+    """Tells the first rank that a rank's file of a checkpoint is on disk. Seen as a whole or not at all."""
+    place = _note_path(path, rank)
+    new = place.with_name(place.name + ".new")
+    new.write_text(json.dumps(note))
+    os.rename(new, place)
+
+
+def read_note(path: Path, rank: int) -> Any:
+    """What :func:`leave_note` was given; None: there is none yet."""
+    try:
+        return json.loads(_note_path(path, rank).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def remove_partial(path: Path) -> None:
+    """Gives back the space of a save that failed; an earlier checkpoint of the name is not touched."""
+    shutil.rmtree(partial_path(path), ignore_errors=True)
+
+
+def remove_partials(root: Path) -> list[Path]:
+    """Deletes what saves of checkpoints left that were not whole when their writers died; returns it.
+
+    By one process, while nobody writes. What cannot be deleted stays: it is in nobody's way.
+    """
+    found = [path for path in _entries(root) if _PARTIAL.fullmatch(path.name) and path.is_dir()]
+    mine = [path for path in found if not path.is_symlink() and why_not_replaceable(path) is None]
+    for path in mine:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path for path in mine if not path.exists()]
+
+
 def commit(path: Path, manifest: Manifest) -> None:
     """Makes a checkpoint of the files in its partial directory: index, rename, marker.
 
     One of the same name, of an earlier attempt and damaged perhaps, is moved aside and deleted when this one is whole.
     """
     partial, replaced, text = partial_path(path), _replaced_path(path), manifest.to_json()
+    for rank in range(manifest.ranks):
+        _note_path(path, rank).unlink(missing_ok=True)
     _write_synced(partial / INDEX, text)
     sync_directory(partial)
     if path.exists():
@@ -223,6 +266,10 @@ def delete_checkpoint(path: Path) -> None:
     """The marker first: half a deletion is never taken for a checkpoint."""
     (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path)
+
+
+def _note_path(path: Path, rank: int) -> Path:
+    return partial_path(path) / f"rank-{rank:05d}.written.json"
 
 
 def _replaced_path(path: Path) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
+import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +30,15 @@ from .streams import capture_streams
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["extra_tensors", "save_checkpoint", "stream_tensors"]
+    from .storage import Buffers, Staged, Stager
+
+__all__ = ["Job", "begin", "extra_tensors", "failures", "save_checkpoint", "stream_tensors"]
+
+_LOOK_EVERY = 0.05  # seconds between looks for the notes of other ranks
 
 
-@torch.no_grad()
 def save_checkpoint(
     path: str | Path,
     optimizer: ZeroOptimizer,
@@ -50,16 +56,114 @@ def save_checkpoint(
     saved. ``tensors``: further ones by name; a plain tensor is the same on all ranks (a module's buffers). Streams:
     Python's, NumPy's and torch's global ones are saved for each rank; ``generators``: further ones by name.
 
-    When it returns, everything is on disk. Each file is written by one rank, and what several ranks hold is
-    spread over them. Parameters need names: ``shardweave.comm.name_parameters``.
+    When it returns, everything is on disk; :class:`CheckpointWriter` writes while training goes on. Each file is
+    written by one rank, and what several ranks hold is spread over them. Parameters need names:
+    ``shardweave.comm.name_parameters``.
 
     ValueError, on all ranks: between ``backward`` and ``step``, a parameter without a name, state that is neither one
     number nor one for each element, ``values`` that JSON cannot hold, a ``path`` with other things in it.
     CheckpointWriteError, on all ranks: the file system refused.
     """
+    job = begin(path, optimizer, world, None, values or {}, tensors or {}, generators or {})
+    job.work()
+    job.settle()
+
+
+class Job:
+    """One rank's part of one checkpoint, from its planned chunks to the marker.
+
+    :meth:`work` is what may happen behind the training: it calls no other rank. The ranks hear of each other through
+    notes beside the files, so nothing of it meets the collectives of the steps that go on.
+    """
+
+    def __init__(
+        self, path: Path, world: Axis, staged: Staged, metadata: Metadata | None, rest: Manifest
+    ) -> None:
+        self.path, self._world, self._staged = path, world, staged
+        self._metadata, self._rest = metadata, rest
+        self._written = threading.Event()
+        self._problem: str | None = None
+        self._given_up = threading.Event()
+        self._whole = threading.Event()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the checkpoint is known to be whole; on the first rank only, elsewhere after :meth:`settle`."""
+        return self._whole.is_set()
+
+    def write(self) -> None:
+        """This rank's file and its note."""
+        try:
+            folder.leave_note(self.path, self._world.rank, self._staged.write(self.path, self._world.rank))
+        except Exception as error:
+            self._problem = _said(error)
+        finally:
+            self._written.set()
+
+    def commit(self) -> None:
+        """The first rank waits for all notes and makes the checkpoint whole."""
+        from .storage import manifest_of
+
+        assert self._metadata is not None  # the first rank's
+        try:
+            notes = []
+            for rank in range(self._world.size):
+                while (note := folder.read_note(self.path, rank)) is None:
+                    if self._given_up.wait(_LOOK_EVERY):
+                        return
+                notes.append(note)
+            folder.commit(self.path, manifest_of(self._metadata, self._rest, notes))
+            self._whole.set()
+        except Exception as error:
+            self._problem = _said(error)
+
+    def work(self) -> None:
+        """All that is this rank's to do, in this thread. The first rank's ends when all ranks have written."""
+        self.write()
+        if self._world.size == 1 and self._problem is None:
+            self.commit()
+
+    def settle(self, behind: threading.Thread | None = None) -> None:
+        """Waits until the checkpoint is whole; collective. ``behind``: the thread that is at it on the first rank.
+
+        CheckpointWriteError, on all ranks: it could not be written; what there was of it is deleted.
+        """
+        self._written.wait()
+        world = self._world
+        problems = gather_values(self._problem, world)
+        if (not any(problems) and world.size > 1) or behind is not None:
+            if world.is_first:
+                if any(problems):
+                    self._given_up.set()
+                if behind is not None:
+                    behind.join()
+                else:
+                    self.commit()
+            problems = gather_values(self._problem, world)
+        if any(problems):
+            if world.is_first:
+                folder.remove_partial(self.path)
+            raise CheckpointWriteError(f"{self.path} could not be written: {_by_rank(problems, world)}")
+        self._whole.set()
+
+
+@torch.no_grad()
+def begin(
+    path: str | Path,
+    optimizer: ZeroOptimizer,
+    world: Axis,
+    buffers: Buffers | None,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, Tensor | Placed],
+    generators: Mapping[str, torch.Generator],
+) -> Job:
+    """Plans a checkpoint and sets aside what this rank writes, in ``buffers`` if there are any; collective.
+
+    Errors: those of :func:`save_checkpoint`.
+    """
     path = Path(os.path.abspath(path))
     contents = contents_of(optimizer)
-    contents.problems += _problems_of_first(path, values or {}) if world.is_first else []
+    contents.problems += _problems_of_first(path, values) if world.is_first else []
     told = gather_values(
         {"problems": contents.problems, "scalars": contents.scalars, "groups": contents.groups}, world
     )
@@ -71,53 +175,64 @@ def save_checkpoint(
         files={},
         scalars=merge_scalars(one["scalars"] for one in told),
         groups=merge_groups(one["groups"] for one in told),
-        optimizer=optimizer.counters(),
+        optimizer=copy.deepcopy(optimizer.counters()),
         ranks=world.size,
-        values=values or {},
+        values=copy.deepcopy(dict(values)) if world.is_first else {},
     )
     placed = {
         **contents.tensors,
         **residual_tensors(optimizer),
-        **extra_tensors(tensors or {}),
-        **stream_tensors(capture_streams(generators or {}), world.rank),
+        **extra_tensors(tensors),
+        **stream_tensors(capture_streams(generators), world.rank),
     }
     _make_directory(path, world)
     try:
-        write(path, placed, rest, world)
+        stager = _plan(path, placed, buffers, world)
     except CheckpointWriteError:
-        if world.is_first:  # gives the space back; an earlier checkpoint is not touched
-            shutil.rmtree(folder.partial_path(path), ignore_errors=True)
+        if world.is_first:
+            folder.remove_partial(path)
         raise
+    return Job(path, world, stager.staged, stager.metadata, rest)
 
 
-def write(path: Path, tensors: PlacedTensors, rest: Manifest, world: Axis) -> None:
-    """Lets DCP plan and write into the partial directory, which is there; the first rank makes it whole."""
+def _plan(path: Path, tensors: PlacedTensors, buffers: Buffers | None, world: Axis) -> Stager:
+    """Lets DCP plan, and set aside what this rank writes."""
     from torch.distributed.checkpoint.api import CheckpointException  # here: see `loading._read`
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from .planning import PlacedSavePlanner
-    from .storage import Writer
+    from .storage import Stager
 
+    stager = Stager(buffers)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is uninitialized": one process is no mistake
             save(
                 {},
-                storage_writer=Writer(path, world.rank, rest),
+                storage_writer=stager,
                 planner=PlacedSavePlanner(tensors),
                 process_group=world.group,
                 no_dist=world.size == 1,
             )
     except CheckpointException as failed:
         raise CheckpointWriteError(f"{path} could not be written: {failures(failed, world)}") from None
+    return stager
 
 
 def failures(failed: CheckpointException, world: Axis) -> str:
     """What went wrong on which rank, in one sentence; for our own faults with where it was raised."""
+    texts: list[str | None] = [None] * world.size
+    for position, (error, trace) in failed.failures.items():
+        texts[position] = str(error) if isinstance(error, OSError | ValueError) else _full(error, trace)
+    return _by_rank(texts, world)
+
+
+def _by_rank(of_ranks: Sequence[str | None], world: Axis) -> str:
+    """What each rank has to say, in one sentence; None: nothing."""
     said: dict[str, list[int]] = {}
-    for position, (error, trace) in sorted(failed.failures.items()):
-        text = str(error) if isinstance(error, OSError | ValueError) else _full(error, trace)
-        said.setdefault(text, []).append(world.ranks[position])
+    for position, text in enumerate(of_ranks):
+        if text is not None:
+            said.setdefault(text, []).append(world.ranks[position])
     texts = [
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
     ]
@@ -165,6 +280,13 @@ def _make_directory(path: Path, world: Axis) -> None:
     problem = gather_values(problem, world)[0]
     if problem:
         raise CheckpointWriteError(problem)
+
+
+def _said(error: Exception) -> str:
+    """Of an error on this rank; where it was raised only if it is our own fault."""
+    if isinstance(error, OSError | ValueError):
+        return str(error)
+    return _full(error, traceback.extract_tb(error.__traceback__))
 
 
 def _full(error: BaseException, trace: Any) -> str:

@@ -1,10 +1,11 @@
 """Storage for DCP: safetensors files and one index with checksums, instead of pickles and trust.
 
-DCP's own file system storage loads flipped bytes without a word and unpickles its metadata. Here a rank writes what
-was planned for it into one safetensors file; the first rank collects the checksums and makes the checkpoint whole::
+DCP's own file system storage loads flipped bytes without a word and unpickles its metadata. Here DCP plans, and what
+was planned for a rank is set aside by it; writing needs no other rank, so it may happen behind the training::
 
-    [1] every rank   chunks -> CRC-32 each -> rank-00003.safetensors -> fsync -> checksums of the file
-    [2] first rank   index.json -> fsync -> rename -> marker                        see `folder`
+    [1] every rank   planned chunks -> memory of the host                           Stager
+    [2] every rank   CRC-32 of each, SHA-256 of all -> rank-00003.safetensors -> fsync -> a note    Staged.write
+    [3] first rank   all notes -> index.json -> fsync -> rename -> marker           see `folder`
 
 On the way back, every chunk that is read is compared with its CRC-32 before an element of it is used.
 """
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
@@ -35,12 +36,18 @@ from torch.futures import Future
 from shardweave.comm import Rectangle
 
 from . import folder
-from .chunk_file import ChunkFile, check_header, crc32_of, entry_name
+from .chunk_file import ChunkFile, check_header, entry_name, write_chunks
 from .errors import CheckpointError
-from .manifest import Chunk, Manifest, TensorEntry
+from .manifest import Chunk, FileEntry, Manifest, TensorEntry
 from .planning import metadata_of, rectangle_of
 
-__all__ = ["Reader", "Writer", "rank_file"]
+__all__ = ["Buffers", "Note", "Reader", "Staged", "Stager", "manifest_of", "rank_file"]
+
+Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
+"""Memory of the host for the chunks that this rank writes, by tensor and offsets; kept from one save to the next."""
+
+Note = dict[str, Any]
+"""What a rank tells of its file, as JSON: ``name``, ``file`` as in the index, ``chunks``: tensor, offsets, CRC-32."""
 
 _LOOK_EVERY = 0.05  # seconds between looks for a file that is not there yet
 
@@ -50,21 +57,44 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class Writer(StorageWriter):
-    """Writes one checkpoint. ``rank``: this process's position among the ranks that write it.
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """What this rank writes, with everything that is needed for it."""
 
-    ``rest``: what the index holds besides tensors and files; only the first rank's is used.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By the name in the file; contiguous, on the CPU."""
+    places: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
+    """Tensor, offsets, and the name in the file."""
+
+    def write(self, path: Path, rank: int) -> Note:
+        """Writes this rank's file of the checkpoint ``path`` into its partial directory."""
+        name = rank_file(rank)
+        if not self.places:
+            return {"name": name, "file": None, "chunks": []}
+        written = write_chunks(self.tensors, folder.partial_path(path) / name)
+        chunks = [[tensor, list(offsets), written.crc32[entry]] for tensor, offsets, entry in self.places]
+        return {"name": name, "file": asdict(written.entry), "chunks": chunks}
+
+
+class Stager(StorageWriter):
+    """Sets one checkpoint's chunks aside.
+
+    ``buffers``: chunks are copied into these, which are made to fit; they are the plan's chunks and no more. None: the
+    tensors themselves are set aside where they are on the CPU.
     """
 
-    def __init__(self, path: Path, rank: int, rest: Manifest) -> None:
-        self._path, self._rank, self._rest = path, rank, rest
+    def __init__(self, buffers: Buffers | None) -> None:
+        self._buffers = buffers
+        self.staged = Staged()
+        self.metadata: Metadata | None = None
+        """What all ranks write; on the first rank, after planning."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer serves one checkpoint."""
+        """Nothing: a stager serves one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: the directory is there before any rank plans."""
@@ -76,45 +106,52 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        places = [(item.index.fqn, _block(item).offsets) for item in plan.items]
+        if self._buffers is not None:
+            for place in self._buffers.keys() - set(places):
+                del self._buffers[place]
+        for item, place in zip(plan.items, places, strict=True):
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)  # nothing else was planned
+            assert item.tensor_data is not None
+            name = entry_name(place[0], _block(item), item.tensor_data.size)
+            self.staged.tensors[name] = self._set_aside(place, data.detach())
+            self.staged.places.append((*place, name))
+        if self._buffers is not None and torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies to pinned memory are on their way
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
+        done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        files = {chunk.file: entry for chunk, entry in written.values()}
-        tensors = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)  # nothing else was planned
-            chunks = tuple(written[MetadataIndex(name, chunk.offsets)][0] for chunk in entry.chunks)
-            tensors[name] = TensorEntry(
-                tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."), chunks
-            )
-        folder.commit(self._path, replace(self._rest, tensors=tensors, files=files))
+        self.metadata = metadata
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        name = rank_file(self._rank)
-        file = folder.partial_path(self._path) / name
-        chunks: list[tuple[MetadataIndex, Chunk]] = []
-        tensors: dict[str, Tensor] = {}
-        for item in plan.items:
-            rectangle, data = _block(item), planner.resolve_data(item)
-            assert isinstance(data, Tensor)  # nothing else was planned
-            assert item.tensor_data is not None
-            values = data.detach().cpu().contiguous()
-            tensors[entry_name(item.index.fqn, rectangle, item.tensor_data.size)] = values
-            chunks.append((item.index, Chunk(rectangle, name, crc32_of(values))))
-        try:
-            save_file(tensors, file)
-        except SafetensorError as error:  # a full disk, too, is one of these
-            raise OSError(f"{file} cannot be written: {error}") from None
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        entry = folder.describe_file(file)
-        return [WriteResult(index, 0, (chunk, entry)) for index, chunk in chunks]
+    def _set_aside(self, place: tuple[str, tuple[int, ...]], data: Tensor) -> Tensor:
+        if self._buffers is None:
+            return data.cpu().contiguous()
+        kept = self._buffers.get(place)
+        if kept is None or kept.shape != data.shape or kept.dtype != data.dtype:
+            kept = self._buffers[place] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        return kept.copy_(data, non_blocking=True)
+
+
+def manifest_of(metadata: Metadata, rest: Manifest, notes: Iterable[Note]) -> Manifest:
+    """The index, from the plan of all ranks and what each tells of its file."""
+    files: dict[str, FileEntry] = {}
+    written: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
+    for note in notes:
+        if note["file"] is not None:
+            files[note["name"]] = FileEntry(**note["file"])
+        for tensor, offsets, crc32 in note["chunks"]:
+            written[tensor, tuple(offsets)] = (note["name"], crc32)
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)  # nothing else was planned
+        places = [rectangle_of(chunk) for chunk in entry.chunks]
+        chunks = tuple(Chunk(place, *written[name, place.offsets]) for place in places)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = TensorEntry(tuple(entry.size), dtype, chunks)
+    return replace(rest, tensors=tensors, files=files)
 
 
 class Reader(StorageReader):
