@@ -343,7 +343,7 @@ def test_saves_behind_the_training_fail_with_a_warning_and_two_in_a_row_with_an_
     mesh = Mesh(dp=2)
     trainer = Trainer(_config(), mesh, dataset=_dataset())
     said: list[str] = []
-    saves = Saves(trainer, tmp_path, keep=1, behind=True, warn=said.append)
+    saves = Saves(mesh.world, tmp_path, keep=1, behind=True, warn=said.append)
     write = storage.__dict__["write_chunks"]
 
     def full(tensors: dict[str, torch.Tensor], file: Path) -> None:
@@ -356,10 +356,10 @@ def test_saves_behind_the_training_fail_with_a_warning_and_two_in_a_row_with_an_
             assert (before is not None) == (trainer.step == 3)
             assert before is None or "step-00000002 could not be written: ranks 0, 1: " in before
             monkeypatch.setattr(storage, "write_chunks", full if fails else write)
-            saves.save()
+            saves.save(trainer)
             continue
         saves.settle()  # step 4's: the first failure after a success
-        saves.save()
+        saves.save(trainer)
     with pytest.raises(CheckpointWriteError, match=r"step-00000005 could not be written"):
         saves.settle()
     barrier(mesh.world)

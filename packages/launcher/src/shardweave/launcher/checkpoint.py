@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardweave.comm import Mesh, broadcast_value, gather_values
+from shardweave.comm import Axis, Mesh, broadcast_value, gather_values
 from shardweave.launcher._version import __version__
 from shardweave.launcher.config import Config
 from shardweave.launcher.data.position import Given, Position
@@ -61,8 +61,7 @@ def save(trainer: Trainer, root: Path, *, keep: int, warn: Callable[[str], None]
         CheckpointWriteError: the file system refused (full, read-only), the same on all ranks; nothing that was whole
             before is touched.
     """
-    saves = Saves(trainer, root, keep=keep, behind=False, warn=warn)
-    return saves.save()
+    return Saves(trainer.mesh.world, root, keep=keep, behind=False, warn=warn).save(trainer)
 
 
 class Saves:
@@ -74,30 +73,28 @@ class Saves:
     """
 
     def __init__(
-        self, trainer: Trainer, root: Path, *, keep: int, behind: bool, warn: Callable[[str], None]
+        self, world: Axis, root: Path, *, keep: int, behind: bool, warn: Callable[[str], None]
     ) -> None:
-        self._trainer, self._root, self._keep, self._warn = trainer, root, keep, warn
+        self._world, self._root, self._keep, self._warn = world, root, keep, warn
         self._behind = behind
-        self._writer = CheckpointWriter(trainer.mesh.world, then=self._prune)
+        self._writer = CheckpointWriter(world, then=self._prune)
         self._undeleted: list[str] = []
         self._failed_before = False
 
-    def save(self) -> Path:
+    def save(self, trainer: Trainer) -> Path:
         """Begins, or writes, a checkpoint of the step just done; collective.
 
         Raises:
             CheckpointWriteError: the file system refused (full, read-only), the same on all ranks; nothing that was
                 whole before is touched.
         """
-        trainer = self._trainer
-        path = checkpoint_path(self._root, trainer.step)
-        optimizer, world = trainer.parts.optimizer, trainer.mesh.world
+        path, optimizer = checkpoint_path(self._root, trainer.step), trainer.parts.optimizer
         values, tensors = _values(trainer), trainer.parts.buffers()
         if self._behind:
             self._writer.save(path, optimizer, values=values, tensors=tensors)
             return path
-        save_checkpoint(path, optimizer, world=world, values=values, tensors=tensors)
-        if world.is_first:
+        save_checkpoint(path, optimizer, world=self._world, values=values, tensors=tensors)
+        if self._world.is_first:
             self._prune(path)
         self._tell()
         return path

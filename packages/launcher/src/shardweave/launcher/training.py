@@ -65,7 +65,7 @@ class Training:
         self._guards = Guards(config.guard)
         self._saved = -1
         self._saves = Saves(
-            self.trainer,
+            mesh.world,
             run.checkpoints,
             keep=config.checkpoint.keep,
             behind=config.checkpoint.async_,
@@ -223,7 +223,7 @@ class Training:
     def _save(self) -> None:
         self._settle_save()
         self._said = None  # after a rollback it may be the same step's again
-        path = self._saves.save()
+        path = self._saves.save(self.trainer)
         self._saved = self.trainer.step
         if self._saves.pending is None:
             self._say_saved(path)
