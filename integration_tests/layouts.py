@@ -235,7 +235,7 @@ def compare(record: Record, right: Record, tolerance: float) -> list[str]:
         if beyond:
             step = beyond[0]
             wrong.append(f"{name} parts at step {step}: {ours[step]} for {theirs[step]}")
-    wrong += compare_statistics(record.statistics, right.statistics, 10 * tolerance, of_largest=True)
+    wrong += compare_statistics(record.statistics, right.statistics, tolerance, of_largest=True)
     if record.parameters.keys() != right.parameters.keys():
         wrong.append(f"other parameters: {sorted(record.parameters.keys() ^ right.parameters.keys())}")
         return wrong
