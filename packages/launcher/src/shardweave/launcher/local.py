@@ -10,7 +10,6 @@ of its own::
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from shardweave.launcher.request import Request
@@ -30,15 +29,12 @@ def train_local(request: Request) -> int:
 def _train(request: Request, zygote: Zygote) -> int:
     from rich.console import Console
 
-    from shardweave.comm.guards import news
-    from shardweave.launcher.display import MetricsFollower, make_display, show_rows
-    from shardweave.launcher.metrics import last_step
+    from shardweave.launcher.display import show_rows
+    from shardweave.launcher.failures import Outcome
     from shardweave.launcher.prepare import check_machine, open_run, prepare
     from shardweave.launcher.processes import launch_local
-    from shardweave.launcher.rank import MESSAGE
-    from shardweave.launcher.restarts import Restarts
-    from shardweave.launcher.stop_watch import StopWatch
-    from shardweave.launcher.summary import continuation, summary
+    from shardweave.launcher.shown_run import Listening, shown_run
+    from shardweave.launcher.summary import summary
 
     prepared = prepare(request)
     config, overview = prepared.config, prepared.overview
@@ -56,43 +52,17 @@ def _train(request: Request, zygote: Zygote) -> int:
         console.print("raise run.steps to go on, or use another run.name", markup=False)
         return 0
 
-    display = make_display(config, console)
-    follower = MetricsFollower(run.metrics, display.record)
-
-    def show(rank: int, line: str) -> None:
-        """What the first rank and watchdogs say to a person; everything that any rank prints is in its log."""
-        if rank == 0 and line.startswith(MESSAGE):
-            display.message(line.removeprefix(MESSAGE))
-        elif told := news(line):
-            display.message(f"{told}: see {run.log(rank)}")
-
-    # Hears signals from the start of the ranks on, after a stop until this process ends.
-    stops = StopWatch(config.run.stop_grace, display.message)
-    began = time.monotonic()
-    follower.start()
-    try:
-        outcome = launch_local(
+    def launch(listening: Listening) -> Outcome:
+        return launch_local(
             "shardweave.launcher.rank:main",
             {"config": config.plain(), "directory": str(run.path), "start": step},
             world_size=overview.layout.world_size,
             run_dir=run.path,
             port=request.port,
-            restarts=Restarts(
-                config.run.restarts, progress=lambda: last_step(run.metrics), say=display.message
-            ),
-            on_line=show,
-            stops=stops,
+            restarts=listening.restarts,
+            on_line=listening.on_line,
+            stops=listening.stops,
             zygote=zygote,
         )
-    finally:
-        if not stops.asked:
-            stops.release()
-        follower.stop()
-        display.close()
-    if outcome.failure is not None:
-        errors.print(f"error: {outcome.failure}", markup=False)
-    elif outcome.exit_code == 0:
-        show_rows(console, summary(run, time.monotonic() - began, step))
-    else:
-        errors.print(f"{outcome.stopped}; {continuation(config, run)}", markup=False)
-    return outcome.exit_code
+
+    return shown_run(config, run, step, console, errors, launch)

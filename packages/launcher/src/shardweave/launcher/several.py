@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -39,22 +38,17 @@ def train_on_nodes(request: Request, nodes: Nodes) -> int:
 def _train(request: Request, nodes: Nodes, zygote: Zygote) -> int:
     from rich.console import Console
 
-    from shardweave.comm.guards import news
     from shardweave.comm.zygote import Entry
     from shardweave.launcher.agent import Job
-    from shardweave.launcher.display import MetricsFollower, make_display, show_rows
+    from shardweave.launcher.display import show_rows
     from shardweave.launcher.fitting import fit_layout
     from shardweave.launcher.meeting import STORE_GONE, Endpoint, Meeting
-    from shardweave.launcher.metrics import last_step
     from shardweave.launcher.prepare import MachineError, open_run, prepare
     from shardweave.launcher.problems import ConfigError
-    from shardweave.launcher.rank import MESSAGE
     from shardweave.launcher.reading import read_config
-    from shardweave.launcher.restarts import Restarts
     from shardweave.launcher.run_directory import RunDirectory
     from shardweave.launcher.shape import transformer_config
-    from shardweave.launcher.stop_watch import StopWatch
-    from shardweave.launcher.summary import continuation, summary
+    from shardweave.launcher.shown_run import Listening, shown_run
 
     loaded = read_config(request.config, request.overrides)
     config, shape = loaded.config, transformer_config(loaded.config)
@@ -94,37 +88,13 @@ def _train(request: Request, nodes: Nodes, zygote: Zygote) -> int:
     run.path.mkdir(parents=True, exist_ok=True)
     show_rows(console, [*prepared.overview.header(), ("start", start), ("machines", _machines(nodes, ranks))])
 
-    display = make_display(config, console)
-    follower = MetricsFollower(run.metrics, display.record)
+    def launch(listening: Listening) -> Outcome:
+        payload = {"config": config.plain(), "directory": str(run.path), "start": step}
+        entry = Entry.parse("shardweave.launcher.rank:main")
+        job = Job(entry, payload, ranks, run, zygote, listening.stops, listening.on_line)
+        return launch_on_nodes(job, meeting, listening.restarts, fit, listening.say)
 
-    def show(rank: int, line: str) -> None:
-        """As on one machine; the first rank is on one of them."""
-        if rank == 0 and line.startswith(MESSAGE):
-            display.message(line.removeprefix(MESSAGE))
-        elif told := news(line):
-            display.message(f"{told}: see {run.log(rank)}")
-
-    stops = StopWatch(config.run.stop_grace, display.message)
-    restarts = Restarts(config.run.restarts, progress=lambda: last_step(run.metrics), say=display.message)
-    payload = {"config": config.plain(), "directory": str(run.path), "start": step}
-    entry = Entry.parse("shardweave.launcher.rank:main")
-    job = Job(entry, payload, ranks, run, zygote, stops, show)
-    began = time.monotonic()
-    follower.start()
-    try:
-        outcome = launch_on_nodes(job, meeting, restarts, fit, display.message)
-    finally:
-        if not stops.asked:
-            stops.release()
-        follower.stop()
-        display.close()
-    if outcome.failure is not None:
-        errors.print(f"error: {outcome.failure}", markup=False)
-    elif outcome.exit_code == 0:
-        show_rows(console, summary(run, time.monotonic() - began, step))
-    else:
-        errors.print(f"{outcome.stopped}; {continuation(config, run)}", markup=False)
-    return outcome.exit_code
+    return shown_run(config, run, step, console, errors, launch)
 
 
 def launch_on_nodes(
