@@ -1,7 +1,8 @@
 """An end for a reason that is a person's to know and no fault of the program: a sentence, no traceback.
 
-A checkpoint that does not fit, one that cannot be written: every rank has the same error at the same point, so none of
-them has to be killed. A disk that is full when one rank writes its metrics ends the others as any failure does.
+A checkpoint that does not fit, one that cannot be written, a guard that ends the run: every rank has the same error at
+the same point, so none of them has to be killed. A disk that is full when one rank writes its metrics ends the others
+as any failure does.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardweave.launcher.exit_status import MACHINE_UNFIT, USAGE_ERROR
+from shardweave.launcher.guards import TrainingStopped
 from shardweave.launcher.problems import ConfigError
 from shardweave.models import HuggingFaceError
 from shardweave.zero.checkpoint import CheckpointWriteError
 
 __all__ = ["AgreedEnd", "agreed_ends"]
+
+_STOPPED_BY_A_GUARD = 1
+"""As of an exception: to run the same command again does not help."""
 
 
 class AgreedEnd(Exception):
@@ -33,6 +38,8 @@ def agreed_ends() -> Iterator[None]:
         yield
     except (ConfigError, HuggingFaceError) as error:
         raise AgreedEnd(USAGE_ERROR, str(error)) from error
+    except TrainingStopped as error:
+        raise AgreedEnd(_STOPPED_BY_A_GUARD, str(error)) from error
     except CheckpointWriteError as error:
         raise AgreedEnd(
             MACHINE_UNFIT,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardweave.launcher.config import Guard
-from shardweave.launcher.trainer import StepResult
+
+if TYPE_CHECKING:  # only looked at: who knows that a run was stopped need not know how it trains
+    from shardweave.launcher.trainer import StepResult
 
 __all__ = ["Guards", "RollBack", "TrainingStopped"]
 

@@ -19,7 +19,7 @@ from shardweave.comm.zygote import Entry, EntryError, Zygote, ZygoteError
 from shardweave.launcher.agent import Job, LocalAgent
 from shardweave.launcher.exit_status import MACHINE_UNFIT
 from shardweave.launcher.failures import Failure, Outcome
-from shardweave.launcher.rendezvous import LocalRendezvous, PortError
+from shardweave.launcher.rendezvous import LocalRendezvous, LoopbackError, PortError
 from shardweave.launcher.restarts import Restarts
 from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stop_watch import StopWatch
@@ -82,6 +82,8 @@ def launch_local(
     except PortError as error:
         text = f"{error.strerror}; leave the port out (a free one is taken), or choose another"
         return _failed("machine", MACHINE_UNFIT, text)
+    except LoopbackError as error:
+        return _failed("machine", MACHINE_UNFIT, str(error.strerror))
     except ZygoteError as error:
         return _failed("machine", MACHINE_UNFIT, f"the ranks could not be started: {error}")
     finally:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from shardweave.comm.store import LOOPBACK, open_listener, serve_store
 
-__all__ = ["LocalRendezvous", "PortError"]
+__all__ = ["LocalRendezvous", "LoopbackError", "PortError"]
 
 STORE_TIMEOUT = 60.0
 """Seconds that a client waits for a key."""
@@ -27,10 +27,14 @@ class PortError(OSError):
     """The port that was asked for cannot be had."""
 
 
+class LoopbackError(OSError):
+    """This machine cannot reach itself."""
+
+
 class LocalRendezvous(RendezvousHandler):
     """The rendezvous of a single agent. ``port`` 0 takes any free one, so that jobs never collide.
 
-    PortError: another process listens on ``port``.
+    PortError: another process listens on ``port``. LoopbackError: there is no way from this machine to itself.
     """
 
     def __init__(self, port: int, run_id: str) -> None:
@@ -91,6 +95,17 @@ class LocalRendezvous(RendezvousHandler):
 
 def _listen(port: int) -> socket.socket:
     try:
-        return open_listener(LOOPBACK, port)
+        listener = open_listener(LOOPBACK, port)
     except OSError as error:
         raise PortError(error.errno, error.strerror) from error
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: is there a way?
+        try:
+            probe.connect(listener.getsockname())
+        except OSError as error:
+            listener.close()
+            raise LoopbackError(
+                error.errno,
+                f"{LOOPBACK}, where the ranks of this machine meet, cannot be reached ({error.strerror}): its loopback "
+                "interface is down; as root, `ip link set lo up`",
+            ) from None
+    return listener
