@@ -139,7 +139,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     def dying(*_: object, **__: object) -> None:
         raise BuildError("a worker was killed")
 
-    monkeypatch.setattr(cache, "build_files", dying)
+    monkeypatch.setattr(cache, "build", dying)
     with pytest.raises(DataError, match=rf"the tokens of {SHORT} could not be made: a worker was killed"):
         open_corpus(str(SHORT), words)
 

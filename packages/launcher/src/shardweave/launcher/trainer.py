@@ -139,7 +139,6 @@ class Trainer:
 
     def _follow(self, dataset: Dataset, order: BlendOrder) -> None:
         """Takes the micro-batches from an order over the samples of a dataset."""
-        self.close()
         config, plan, device = self.config, self.parts.plan, self.parts.device
         self.dataset, self._order = replace(dataset, sources=order.sources), order
         batches = Batches(
@@ -157,9 +156,8 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the threads that make micro-batches; a next step starts others. Otherwise they end with the trainer."""
-        loader = getattr(self, "batches", None)
-        if isinstance(loader, Loader):
-            loader.close()
+        if isinstance(self.batches, Loader):
+            self.batches.close()
 
     @property
     def position(self) -> Position | None:
@@ -176,6 +174,7 @@ class Trainer:
             return ()
         found = continued(position, samples, self.dataset.sources, self.config.run.seed)
         self._gone = found.gone
+        self.close()
         self._follow(self.dataset, found.order)
         return found.changes
 
@@ -348,7 +347,7 @@ class Trainer:
         own = torch.zeros((), dtype=torch.float64, device=self.parts.device)
         for module in self.parts.modules:
             own += module.take_head_z_loss()
-        return float(all_reduce(all_reduce(own, self.mesh.data), self.mesh.pp)) / max(tokens, 1)
+        return self._loss(own) / max(tokens, 1)
 
     def _sum(self, count: int) -> int:
         """A count summed over the replicas; the ranks of one, context ranks among them, have the same."""

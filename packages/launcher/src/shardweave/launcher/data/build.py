@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from shardweave.launcher.data.crew import Crew
 from shardweave.launcher.data.errors import DataError, DiskError
 from shardweave.launcher.data.indexed import IndexedWriter, TokenizerRecord, token_dtype
+from shardweave.launcher.data.indexed.layout import bin_path, idx_path
 from shardweave.launcher.data.piece_building import Job, Record, finished
 from shardweave.launcher.data.pieces import SMALLEST, Piece, cut_into_pieces
 from shardweave.launcher.data.texts import TextFile, find_texts
 from shardweave.launcher.data.tokenizer import ByteTokenizer, Tokenizer
 
-__all__ = ["Built", "Watcher", "build", "build_files", "cores", "parts_of"]
+__all__ = ["Built", "Watcher", "build", "cores", "parts_of"]
 
 _MARK = "shardweave-build"
 """A file in PREFIX.parts, which says whose it is, and is locked while a build is at work."""
@@ -90,6 +91,7 @@ def build(
     prefix: Path,
     words: Tokenizer,
     *,
+    files: Sequence[TextFile] | None = None,
     field: str = "text",
     end_of_text: bool = True,
     workers: int | None = None,
@@ -106,6 +108,7 @@ def build(
         sources: paths, directories or globs.
         prefix: of the files to write.
         words: opened by its name once more by each worker.
+        files: what `sources` means, where that was found already; None: it is found now.
         field: where the text is in a line or a row.
         end_of_text: whether the token that says so closes each document.
         workers: processes; None: one for each core.
@@ -119,34 +122,7 @@ def build(
         DiskError: the files cannot be written.
         BuildError: a worker has died.
     """
-    return build_files(
-        _found(sources),
-        prefix,
-        words,
-        sources=sources,
-        field=field,
-        end_of_text=end_of_text,
-        workers=workers,
-        overwrite=overwrite,
-        watcher=watcher,
-        smallest_piece=smallest_piece,
-    )
-
-
-def build_files(
-    files: Sequence[TextFile],
-    prefix: Path,
-    words: Tokenizer,
-    *,
-    sources: Sequence[str],
-    field: str = "text",
-    end_of_text: bool = True,
-    workers: int | None = None,
-    overwrite: bool = False,
-    watcher: Watcher | None = None,
-    smallest_piece: int = SMALLEST,
-) -> Built:
-    """As `build`, of files that were found already; `sources` is what a person calls them."""
+    files = _found(sources) if files is None else files
     watcher = Watcher() if watcher is None else watcher
     if not overwrite:
         _refuse_existing(prefix)
@@ -203,7 +179,7 @@ def _found(sources: Sequence[str]) -> list[TextFile]:
 
 
 def _refuse_existing(prefix: Path) -> None:
-    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+    for path in (bin_path(prefix), idx_path(prefix)):
         if os.path.lexists(path):
             raise DataError(f"{path} is there already; use another prefix, or --overwrite")
 

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from shardweave.launcher.data.build import Watcher, build_files
+from shardweave.launcher.data.build import Watcher, build
 from shardweave.launcher.data.errors import BuildError, DataError, DiskError
 from shardweave.launcher.data.indexed import IndexedTokens
+from shardweave.launcher.data.indexed.layout import idx_path
 from shardweave.launcher.data.texts import TextFile
 from shardweave.launcher.data.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ def cached_tokens(
     """
     folder = cache_folder() / "tokens"
     prefix = folder / _key(files, words, field)
-    index = Path(f"{prefix}.idx")
+    index = idx_path(prefix)
     if not index.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +62,7 @@ def cached_tokens(
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not index.is_file():
                     # What lies there without an index was left by somebody who did not end.
-                    build_files(
-                        files, prefix, words, field=field, sources=(name,), overwrite=True, watcher=watcher
-                    )
+                    build((name,), prefix, words, files=files, field=field, overwrite=True, watcher=watcher)
         except (OSError, DiskError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise DataError(

@@ -211,7 +211,7 @@ class Dataset:
 
         IndexError: there is no such sample.
         """
-        return self._gather(ids, lambda span, samples: span.windows(samples))
+        return self._gather(ids, Span.windows)
 
     def micro_batch(self, ids: NDArray[np.int64], windows: NDArray[np.int64] | None = None) -> MicroBatch:
         """The samples of the given numbers, int64 ``[b]``, as tensors. `windows`: their tokens, if they were changed.
@@ -221,7 +221,7 @@ class Dataset:
         window = self.windows(ids) if windows is None else windows
         targets, documents = window[:, 1:].copy(), None
         if self.separate_documents:
-            numbers = self._gather(ids, lambda span, samples: span.documents(samples))  # [b, s + 1]
+            numbers = self._gather(ids, Span.documents)  # [b, s + 1]
             targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
             documents = torch.from_numpy(numbers[:, :-1] - numbers[:, :1])
         inputs = np.ascontiguousarray(window[:, :-1])

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Library
 
 from shardweave.launcher.data.end_of_text import find_end_of_text
 from shardweave.launcher.data.errors import DataError, EndOfTextError
+from shardweave.launcher.data.texts import whole
 from shardweave.launcher.data.token_bytes import byte_level, token_bytes
 from shardweave.launcher.data.tokenizer import AUTO
 
@@ -49,11 +50,11 @@ class FileTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The tokens of a text: int32 ``[n]``. What is no UTF-8 in it is encoded as U+FFFD."""
-        return self._array(self.library.encode(_whole(text), add_special_tokens=False).ids)
+        return self._array(self.library.encode(whole(text), add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """As `encode` of each, on all cores unless ``TOKENIZERS_PARALLELISM=false`` is set."""
-        found = self.library.encode_batch_fast([_whole(text) for text in texts], add_special_tokens=False)
+        found = self.library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
         return [self._array(one.ids) for one in found]
 
     def _array(self, tokens: list[int]) -> NDArray[np.int32]:
@@ -79,17 +80,6 @@ class FileTokenizer:
         added = self.library.get_added_tokens_decoder()
         special = {token for token, how in added.items() if how.special} | {self.end_of_text}
         return token_bytes(self.library.get_vocab(), self.vocab, self.definition, special)
-
-
-def _whole(text: str) -> str:
-    """The text with U+FFFD for what is no UTF-8 in it, which the library does not take."""
-    if text.isascii():  # known of every string, at no cost
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return text
 
 
 def read_tokenizer(name: str, end_of_text: str | int = AUTO) -> FileTokenizer:

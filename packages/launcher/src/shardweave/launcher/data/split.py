@@ -13,9 +13,11 @@ So no document is half trained on and half evaluated. A corpus of one document i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,24 +48,23 @@ class Span:
 
         IndexError: there is no such sample.
         """
-        found = np.empty((len(samples), self.sequence + 1), np.int64)
-        for row, begin in zip(found, self._begins(samples), strict=True):
-            row[:] = self.tokens.read(begin, self.sequence + 1)
-        return found
+        return self._rows(samples, self.tokens.read)
 
     def documents(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of the document that each of their tokens belongs to, int64 ``[b, s + 1]``."""
-        found = np.empty((len(samples), self.sequence + 1), np.int64)
-        for row, begin in zip(found, self._begins(samples), strict=True):
-            row[:] = self.tokens.documents_in(begin, self.sequence + 1)
-        return found
+        return self._rows(samples, self.tokens.documents_in)
 
-    def _begins(self, samples: NDArray[np.int64]) -> list[int]:
-        """Where samples begin; Python's integers, which have no width."""
-        numbers: list[int] = samples.tolist()
+    def _rows(
+        self, samples: NDArray[np.int64], read: Callable[[int, int], NDArray[Any]]
+    ) -> NDArray[np.int64]:
+        """What `read` gives for the tokens of each sample: first and count."""
+        numbers: list[int] = samples.tolist()  # Python's integers have no width
         if any(not 0 <= number < len(self) for number in numbers):
             raise IndexError(f"samples {numbers} of {self.tokens.name}, which has {len(self)} here")
-        return [self.first + number * self.sequence for number in numbers]
+        found = np.empty((len(numbers), self.sequence + 1), np.int64)
+        for row, number in zip(found, numbers, strict=True):
+            row[:] = read(self.first + number * self.sequence, self.sequence + 1)
+        return found
 
 
 def split(tokens: Tokens, sequence: int, validation: float = 0.0) -> tuple[Span, Span]:

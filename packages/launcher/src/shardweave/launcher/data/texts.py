@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from shardweave.launcher.data.errors import DataError
 
-__all__ = ["BLOCK", "Kind", "TextFile", "blocks", "documents", "find_texts", "row_group_bytes"]
+__all__ = ["BLOCK", "Kind", "TextFile", "blocks", "documents", "find_texts", "row_group_bytes", "whole"]
 
 BLOCK = 1 << 16
 """Bytes that are read at once of a document that may be long: tokenizers are slower with more."""
@@ -183,6 +183,17 @@ def documents(
         yield from _lines(file, first, last, field)
     else:
         yield from _rows(file, first, last, field)
+
+
+def whole(text: str) -> str:
+    """The text with U+FFFD for what is no UTF-8 in it, which the library `tokenizers` does not take."""
+    if text.isascii():  # known of every string, at no cost
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return text
 
 
 def _without_mark(file: TextFile, piece: bytes) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardweave.launcher.data.errors import DataError, DiskError
-from shardweave.launcher.data.texts import BLOCK, Kind, TextFile, blocks, documents, find_texts
+from shardweave.launcher.data.texts import BLOCK, Kind, TextFile, blocks, documents, find_texts, whole
 
 __all__ = ["ENDING", "Trained", "train"]
 
@@ -103,17 +103,10 @@ def _stretches(text: Iterator[str]) -> Iterator[str]:
         rest += block
         while len(rest) > _LONG:
             cut = rest.rfind("\n", 0, _LONG) + 1 or _LONG
-            yield _clean(rest[:cut])
+            yield whole(rest[:cut])
             rest = rest[cut:]
     if rest:
-        yield _clean(rest)
-
-
-def _clean(text: str) -> str:
-    """U+FFFD for what is no UTF-8, which the library does not take."""
-    if text.isascii():
-        return text
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        yield whole(rest)
 
 
 def _write(made: Tokenizer, out: Path) -> None:
