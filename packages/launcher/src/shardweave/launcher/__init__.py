@@ -14,10 +14,10 @@ everything else is loaded, and importing a submodule of a package imports the pa
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardweave.launcher._version import __version__
+from shardweave.launcher.data.when_used import when_used
 
 if TYPE_CHECKING:
     from shardweave.launcher.config import Config
@@ -69,14 +69,4 @@ _HOME = {
     "verify_layout": "verify.layout",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = when_used(__name__, _HOME)

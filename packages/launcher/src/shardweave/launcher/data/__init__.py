@@ -12,8 +12,9 @@ Names are imported when they are first used: what builds files of tokens has no 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardweave.launcher.data.when_used import when_used
 
 if TYPE_CHECKING:
     from shardweave.launcher.data.batches import Batches, BatchSource
@@ -53,26 +54,19 @@ _HOME = {
     "BatchSource": "batches",
     "Batches": "batches",
     "BlendOrder": "blend",
+    "Corpus": "dataset",
     "DataError": "errors",
+    "Dataset": "dataset",
+    "IGNORED": "dataset",
     "Loader": "loader",
+    "MicroBatch": "dataset",
     "Position": "position",
     "SampleOrder": "order",
-    "continued": "position",
+    "Source": "dataset",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
+    "continued": "position",
     "open_corpus": "corpus",
     "open_tokenizer": "tokenizer",
 }
-"""The modules of names; of the others: ``dataset``."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'dataset')}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = when_used(__name__, _HOME)
