@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from shardweave.launcher.metrics import read_metrics
 from shardweave.launcher.reading import load_config
 from shardweave.launcher.rules import contradictions
 from shardweave.launcher.run_directory import RunDirectory
-from shardweave.launcher.stopping import Stopping
+from shardweave.launcher.stopping import Stop, Stopping
 from shardweave.launcher.trainer import StepResult, Trainer
 from shardweave.launcher.training import Reporter, Training
+from shardweave.zero.checkpoint import complete_checkpoints, storage
 
 SETTINGS = [
     "precision=fp64",
@@ -225,6 +228,52 @@ def test_a_run_that_is_stopped_after_a_rollback_goes_on_without_the_samples(tmp_
     resume(loaded, tmp_path / "one" / "checkpoints", lambda text: None)
     assert loaded.guard_state == whole.training.trainer.guard_state
     assert loaded.guard_state["rollbacks"] == 2
+
+
+@pytest.mark.parametrize("behind", ["true", "false"])
+def test_a_stop_during_a_rollback_saves_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    """The step is the one that the rollback went to; its checkpoint did not know of the samples."""
+    config, mesh = _config(f"checkpoint.async={behind}"), Mesh.single()
+    first = _Told(config, mesh, tmp_path, _dataset())
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Stopping,
+            "agreed",
+            lambda *_: signal.SIGTERM if any("rollback 1 of 10" in line for line in first.said) else 0,
+        )
+        assert first.training.run() == Stop(signal.SIGTERM, 2)
+    loaded = Trainer(config, mesh, dataset=_dataset())
+    assert resume(loaded, first.directory.checkpoints, lambda text: None) is not None
+    assert (loaded.step, loaded.skipped, loaded.guard_state["rollbacks"]) == (2, ((16, 24),), 1)
+    again = _Told(config, mesh, tmp_path, _dataset())
+    _same(again.run(), _undisturbed(6, [BAD]))
+    assert len(again.events()) == 1  # the rollback of the first start, and none of the second
+
+
+def test_a_guard_that_ends_the_run_leaves_the_checkpoint_before_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is still being written; and where it cannot be, the run ends with the guard's words all the same."""
+    config, write = _config("checkpoint.async=true", "guard.nonfinite=stop"), storage.__dict__["write_chunks"]
+    late = threading.Event()
+
+    def slow(tensors: dict[str, Tensor], file: Path) -> object:
+        late.wait(0.5)
+        return write(tensors, file)
+
+    def full(tensors: dict[str, Tensor], file: Path) -> object:
+        raise OSError(28, "No space left on device")
+
+    for writing, whole in ((slow, [2]), (full, [])):
+        monkeypatch.setattr(storage, "write_chunks", writing)
+        told = _Told(config, Mesh.single(), tmp_path / writing.__name__, _dataset())
+        with pytest.raises(FloatingPointError, match="step 3: the loss is nan: the output of embedding"):
+            told.run()
+        assert [step for step, _ in complete_checkpoints(told.directory.checkpoints)] == whole
+        assert [event["event"] for event in told.events()] == ([] if whole else ["save failed"])
+        assert any("step-00000002 could not be written" in line for line in told.said) != bool(whole)
 
 
 def test_a_run_goes_back_so_often_and_no_more(tmp_path: Path) -> None:

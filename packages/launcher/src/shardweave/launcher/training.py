@@ -28,6 +28,7 @@ from shardweave.launcher.shape import resolved
 from shardweave.launcher.stopping import Stop, Stopping
 from shardweave.launcher.trainer import Trainer
 from shardweave.launcher.training_texts import sampled_text, shown
+from shardweave.zero.checkpoint import CheckpointWriteError
 
 __all__ = ["Reporter", "Training"]
 
@@ -81,7 +82,8 @@ class Training:
 
         Raises:
             ConfigError: for a checkpoint that does not fit this run.
-            TrainingStopped: when a guard ends it.
+            TrainingStopped, FloatingPointError: when a guard ends it.
+            CheckpointWriteError: the last checkpoint could not be written, or two in a row.
         """
         trainer = self.trainer
         path = resume(trainer, self.run_directory.checkpoints, self._say)
@@ -105,8 +107,12 @@ class Training:
             if stop is not None:
                 self._stopping.leave(stop)
             return stop
-        except TrainingStopped:  # on all ranks: the checkpoint before is what a person goes on from
-            self._finish_saves()
+        except (TrainingStopped, FloatingPointError):
+            # A guard's, on all ranks: a person goes on from the checkpoint before, and reads the guard's words.
+            try:
+                self._finish_saves()
+            except CheckpointWriteError as error:
+                self._tell_unsaved(str(error))
             raise
         finally:
             trainer.close()
@@ -170,7 +176,7 @@ class Training:
             )
         self._guards.restore(trainer.guard_state)
         trainer.guard_state = self._guards.state()
-        self._saved = trainer.step
+        self._saved = -1  # the checkpoint knows nothing of this: a stop from here saves the same step again
         self._close_files()
         self._open_files()
         text = (
@@ -233,8 +239,7 @@ class Training:
         pending = self._saves.pending
         failed = self._saves.settle()
         if failed is not None:
-            self._say(f"warning: {failed}; training goes on, and the next checkpoint is tried")
-            self._event("save failed", failed)
+            self._tell_unsaved(failed, "; training goes on, and the next checkpoint is tried")
         elif pending is not None:
             self._say_saved(pending)
 
@@ -244,6 +249,10 @@ class Training:
         self._saves.finish()
         if pending is not None:
             self._say_saved(pending)
+
+    def _tell_unsaved(self, failed: str, then: str = "") -> None:
+        self._say(f"warning: {failed}{then}")
+        self._event("save failed", failed)
 
     def _say_saved(self, path: Path) -> None:
         if path != self._said:
