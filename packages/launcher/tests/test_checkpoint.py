@@ -368,6 +368,29 @@ def test_saves_behind_the_training_fail_with_a_warning_and_two_in_a_row_with_an_
     assert said == []
 
 
+@pytest.mark.ranks(2, timeout=60)
+def test_a_save_behind_the_training_that_cannot_begin_is_one_that_failed(tmp_path: Path) -> None:
+    """A full disk may refuse the directory, before a file is written."""
+    mesh = Mesh(dp=2)
+    trainer = Trainer(_config(), mesh, dataset=_dataset())
+    saves = Saves(mesh.world, tmp_path, keep=1, behind=True, warn=_quiet)
+    for step in (1, 2, 3, 4):
+        trainer.train_step()
+        failed = saves.settle()
+        assert (failed is not None) == (step == 2), failed
+        if mesh.world.is_first and step != 2:
+            (tmp_path / f".step-{step:08d}.partial").write_text("in the way")
+        saves.save(trainer)
+        assert saves.pending == tmp_path / f"step-{step:08d}"
+        if step == 3:
+            assert saves.settle() is not None  # the first after one that was written
+    with pytest.raises(CheckpointWriteError, match=r"\.step-00000004\.partial cannot be made"):
+        saves.settle()
+    assert saves.pending is None
+    saves.finish()
+    assert [path for _, path in complete_checkpoints(tmp_path)] == [tmp_path / "step-00000002"]
+
+
 def test_the_next_start_removes_what_a_dead_save_left(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     left = path.with_name(".step-00000090.partial")

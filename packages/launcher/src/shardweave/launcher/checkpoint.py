@@ -78,20 +78,24 @@ class Saves:
         self._world, self._root, self._keep, self._warn = world, root, keep, warn
         self._behind = behind
         self._writer = CheckpointWriter(world, then=self._prune)
+        self._unbegun: tuple[Path, CheckpointWriteError] | None = None
         self._undeleted: list[str] = []
         self._failed_before = False
 
     def save(self, trainer: Trainer) -> Path:
-        """Begins, or writes, a checkpoint of the step just done; collective.
+        """Begins, or writes, a checkpoint of the step just done; collective. Behind the training after `settle`.
 
         Raises:
             CheckpointWriteError: the file system refused (full, read-only), the same on all ranks; nothing that was
-                whole before is touched.
+                whole before is touched. Behind the training :meth:`settle` and :meth:`finish` tell.
         """
         path, optimizer = checkpoint_path(self._root, trainer.step), trainer.parts.optimizer
         values, tensors = _values(trainer), trainer.parts.buffers()
         if self._behind:
-            self._writer.save(path, optimizer, values=values, tensors=tensors)
+            try:
+                self._writer.save(path, optimizer, values=values, tensors=tensors)
+            except CheckpointWriteError as error:  # it has no directory: no worse than no file
+                self._unbegun = path, error
             return path
         save_checkpoint(path, optimizer, world=self._world, values=values, tensors=tensors)
         if self._world.is_first:
@@ -105,7 +109,7 @@ class Saves:
         Raises:
             CheckpointWriteError: it is the second in a row that failed.
         """
-        if self._writer.pending is None:
+        if self.pending is None:
             return None
         try:
             self.finish()
@@ -123,6 +127,9 @@ class Saves:
         Raises:
             CheckpointWriteError: it could not be written.
         """
+        unbegun, self._unbegun = self._unbegun, None
+        if unbegun is not None:
+            raise unbegun[1]
         self._writer.finish()
         self._tell()
 
@@ -133,7 +140,7 @@ class Saves:
     @property
     def pending(self) -> Path | None:
         """The checkpoint that nobody has waited for yet."""
-        return self._writer.pending
+        return self._writer.pending if self._unbegun is None else self._unbegun[0]
 
     def _prune(self, path: Path) -> None:
         try:

@@ -20,6 +20,10 @@ from shardweave.launcher.schedule_command import schedule
 
 __all__ = ["main"]
 
+_PORT = click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="shardweave")
@@ -38,9 +42,7 @@ def cli() -> None:
     "--dry-run", is_flag=True, help="Check everything and print layout, memory and batch; start nothing."
 )
 @click.option("--print-config", is_flag=True, help="Print the resolved YAML and start nothing.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
-)
+@_PORT
 @click.option("--nnodes", metavar="MIN:MAX", help="Of how many machines this is one; they may come and go.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where machines meet: on the first of them.")
 @click.option(
@@ -114,9 +116,7 @@ def train(
     help="Compute in float64, where rounding hides nothing, or in the configuration's own precision.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
-)
+@_PORT
 def verify(arguments: tuple[str, ...], steps: int, precision: str, as_json: bool, port: int) -> None:
     """Proves that the layout of CONFIG is the same training run as one process, or says where they part.
 
@@ -144,9 +144,6 @@ def verify(arguments: tuple[str, ...], steps: int, precision: str, as_json: bool
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 _RUN = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-_PORT = click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="Port where local ranks meet; 0: a free one."
-)
 _OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
 
 
