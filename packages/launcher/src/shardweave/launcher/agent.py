@@ -39,7 +39,7 @@ from shardweave.launcher.run_directory import RunDirectory
 from shardweave.launcher.stop_watch import StopWatch
 from shardweave.launcher.stopping import Stop, StopBoard
 
-__all__ = ["GRACE", "Job", "LocalAgent", "RankContext"]
+__all__ = ["GRACE", "Job", "LocalAgent", "RankContext", "rank_environments"]
 
 GRACE = 2
 """Seconds that the other ranks have after the first failure, or ranks that do not train yet after a signal."""
@@ -205,6 +205,36 @@ class RankContext(PContext):
         )
 
 
+def rank_environments(
+    worker_group: WorkerGroup, *, world: int, attempt: int, more: Mapping[str, str]
+) -> dict[int, dict[str, str]]:
+    """What the group's workers find in their environment, as under torchrun, and `more`; by local rank.
+
+    `world`: ranks of the job. `attempt`: its number, from 0.
+    """
+    common = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
+        "GROUP_RANK": str(worker_group.group_rank),
+        "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+        "MASTER_ADDR": str(worker_group.master_addr),
+        "MASTER_PORT": str(worker_group.master_port),
+        "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(worker_group.spec.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        **more,
+    }
+    return {
+        worker.local_rank: {
+            **common,
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+        }
+        for worker in worker_group.workers
+    }
+
+
 class LocalAgent(LocalElasticAgent):
     """The elastic agent of the one machine of a job."""
 
@@ -231,28 +261,13 @@ class LocalAgent(LocalElasticAgent):
                 self._job.on_line(rank, line)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        common = {
-            "WORLD_SIZE": str(self._job.world_size),
-            "LOCAL_WORLD_SIZE": str(self._job.world_size),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": str(worker_group.master_addr),
-            "MASTER_PORT": str(worker_group.master_port),
-            "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.used),
-            "TORCHELASTIC_MAX_RESTARTS": str(worker_group.spec.max_restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        envs = rank_environments(
+            worker_group,
+            world=self._job.world_size,
+            attempt=self._restarts.used,
             # All ranks are here; gloo would look up the host's name, which is slow or wrong on many machines.
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface()),
-        }
-        envs = {
-            worker.local_rank: {
-                **common,
-                "RANK": str(worker.global_rank),
-                "LOCAL_RANK": str(worker.local_rank),
-            }
-            for worker in worker_group.workers
-        }
+            more={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())},
+        )
         rendezvous = worker_group.spec.rdzv_handler
         assert isinstance(rendezvous, LocalRendezvous)
         board = StopBoard(rendezvous.store)

@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 from shardweave.comm.store import PREFIX
-from shardweave.launcher.agent import GRACE, POLL_EVERY, Job, LocalAgent, RankContext
+from shardweave.launcher.agent import GRACE, POLL_EVERY, Job, LocalAgent, RankContext, rank_environments
 from shardweave.launcher.failures import Failure
 from shardweave.launcher.fitting import Fitted
 from shardweave.launcher.meeting import STORE_GONE, Meeting, interface_of
@@ -118,29 +118,19 @@ class NodeAgent(LocalAgent):
         payload = {**self._job.payload, "config": fitted.config.plain()}
         if again:
             payload["restarted"] = f"{self._reason or 'other machines'}; now {fitted}"
-        envs = {
-            worker.local_rank: self._environment(worker_group, len(ranks), fitted.layout.world_size)
-            | {"RANK": str(worker.global_rank), "LOCAL_RANK": str(worker.local_rank)}
-            for worker in worker_group.workers
-        }
+        envs = rank_environments(
+            worker_group,
+            world=fitted.layout.world_size,
+            attempt=meeting.round,  # elastic's own is each agent's; this one is the same on all machines
+            more=self._own_environment(),
+        )
         self._pcontext = self.context = RankContext(self._job, payload, envs, self._logs, self._board)
         self.context.start()
         return self.context.pids()
 
-    def _environment(self, worker_group: WorkerGroup, local: int, world: int) -> dict[str, str]:
+    def _own_environment(self) -> dict[str, str]:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(self._meeting.address)
         return {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(local),
-            "GROUP_RANK": str(worker_group.group_rank),
-            "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
-            "MASTER_ADDR": str(worker_group.master_addr),
-            "MASTER_PORT": str(worker_group.master_port),
-            "TORCHELASTIC_RUN_ID": self._meeting.get_run_id(),
-            # elastic's own is each agent's; this one is the same on all machines.
-            "TORCHELASTIC_RESTART_COUNT": str(self._meeting.round),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.limit),
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
             PREFIX: f"attempt-{self._meeting.round}/ranks",
             **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
         }
