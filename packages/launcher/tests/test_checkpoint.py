@@ -398,3 +398,17 @@ def test_the_next_start_removes_what_a_dead_save_left(tmp_path: Path) -> None:
     (left / "rank-00000.safetensors").write_bytes(b"half")
     assert resume(Trainer(_config(), Mesh(), dataset=_dataset()), path.parent, lambda _: None) == path
     assert not left.exists()
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_is_found(tmp_path: Path) -> None:
+    """Between the old one's move aside and the new one's marker, a writer that dies leaves none of that name."""
+    trainer = Trainer(_config(), Mesh.single(), dataset=_dataset())
+    trainer.train_step()
+    path = save(trainer, tmp_path, keep=2)
+    path.rename(tmp_path / f".{path.name}.replaced")
+    path.mkdir()
+    (path / "index.json").write_text("{}")
+    again = Trainer(_config(), Mesh.single(), dataset=_dataset())
+    assert resume(again, tmp_path, _quiet) == path
+    assert again.step == 1
+    assert list(tmp_path.iterdir()) == [path]

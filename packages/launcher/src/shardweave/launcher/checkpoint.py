@@ -6,6 +6,7 @@ place in the data and its configuration, and the decision from which checkpoint 
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import warnings
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from shardweave.zero.checkpoint import (
     complete_checkpoints,
     load_checkpoint,
     prune_checkpoints,
+    recover_checkpoints,
     remove_partials,
     save_checkpoint,
 )
@@ -247,6 +249,8 @@ def _found_by_all(config: Config, mesh: Mesh, root: Path) -> Resumable:
     """What the first rank finds; an error where another rank sees checkpoints that the first one does not."""
     world, problem, found = mesh.world, None, Resumable()
     if world.is_first:
+        with contextlib.suppress(CheckpointError):  # of a folder that cannot be read: told below
+            recover_checkpoints(root)
         try:
             found = find_resumable(config, root)
         except ConfigError as error:

@@ -30,6 +30,7 @@ from .folder import (
     damaged_files,
     prune_checkpoints,
     read_manifest,
+    recover_checkpoints,
     remove_partials,
 )
 from .from_full import load_full_state_dict
@@ -68,6 +69,7 @@ __all__ = [
     "read_manifest",
     "read_manifest_together",
     "read_tensors",
+    "recover_checkpoints",
     "remove_partials",
     "save_checkpoint",
     "sharded_state_dict",

@@ -18,6 +18,7 @@ here runs code from a file, and nothing that is not a checkpoint's is deleted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,6 +45,7 @@ __all__ = [
     "read_manifest",
     "read_note",
     "recover",
+    "recover_checkpoints",
     "remove_partial",
     "remove_partials",
     "step_of",
@@ -55,6 +57,7 @@ MARKER = "complete"
 INDEX = "index.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _OURS = re.compile(r"complete|index\.json|rank-\d{5,}\.(safetensors|written\.json(\.new)?)")
+_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 _CHUNK = 1 << 22
 _LONGEST_HEADER = 100_000_000  # the bound of the safetensors format
@@ -218,6 +221,19 @@ def recover(path: Path) -> None:
     if path.exists():
         delete_checkpoint(path)
     os.rename(replaced, path)
+
+
+def recover_checkpoints(root: Path) -> None:
+    """Puts back what was to be replaced by a save whose writer died before the new checkpoint was whole.
+
+    By one process, while nobody writes. What cannot be put back stays as it is.
+
+    CheckpointError: there is a folder, and it cannot be read.
+    """
+    for path in _entries(root):
+        if match := _REPLACED.fullmatch(path.name):
+            with contextlib.suppress(OSError, CheckpointError):
+                recover(root / match[1])
 
 
 def why_not_replaceable(path: Path) -> str | None:
