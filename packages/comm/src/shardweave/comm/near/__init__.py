@@ -7,12 +7,14 @@ then combined. Here a rank writes what the others need into memory that they can
     rank 1   [buffer] <--a op b-- its own ------/
 
 ``region``: the memory of a rank, and how others see it. ``meeting``: how ranks find each other. ``neighbours``: the
-notices. ``collectives`` and ``messages``: what is made of them.
+notices. ``circles`` and ``messages``: rounds of all ranks, and what goes between two. ``collectives``: what is made of
+rounds.
 """
 
 from __future__ import annotations
 
+from .circles import Circle
 from .messages import Messenger
-from .neighbours import Circle, Neighbours
+from .neighbours import Neighbours
 
 __all__ = ["Circle", "Messenger", "Neighbours"]

@@ -26,7 +26,7 @@ from ..combining import combine_parts, combine_two
 from ..partition import split_sizes
 from ..steps import Steps
 from ..wires import NOTHING, Sent, to_each, to_peer
-from .neighbours import Circle, Place
+from .circles import Circle, Place
 
 __all__ = ["Room", "all_gather", "all_reduce", "reduce_scatter", "room", "way"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .neighbours import Neighbours
 
-__all__ = ["LONGEST", "Arrival", "Line", "Messenger", "Receiving", "Sending"]
+__all__ = ["LONGEST", "Arrival", "Lines", "Messenger", "Receiving", "Sending"]
 
 LONGEST = 1 << 22
 """Bytes of a message: as much of a region is taken until it was read."""
@@ -36,11 +36,44 @@ class Arrival:
         """Offset in the peer's region and bytes."""
 
 
-class Line(NamedTuple):
+class _Line(NamedTuple):
     """Of one peer's messages of one tag: those for which nobody has asked, or who has asked. One of them is empty."""
 
     arrived: deque[tuple[int, int]]
     wanted: deque[Arrival]
+
+
+class Lines:
+    """Pairs up messages and receives of one peer, group and tag, in the order of each. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, bytes, int], _Line] = {}
+        """Those of which one end is here and the other is not."""
+
+    def expect(self, arrival: Arrival) -> None:
+        """A receive was launched: it gets what came first, or what will come."""
+        key = arrival.peer, arrival.key, arrival.tag
+        line = self._lines.get(key)
+        if line is None:
+            self._lines[key] = _Line(deque(), deque([arrival]))
+        elif line.arrived:
+            arrival.found = line.arrived.popleft()
+            if not line.arrived:
+                del self._lines[key]
+        else:
+            line.wanted.append(arrival)
+
+    def deliver(self, key: tuple[int, bytes, int], found: tuple[int, int]) -> None:
+        """A message came, of this peer, group and tag: it is for who asked first, or to be asked for."""
+        line = self._lines.get(key)
+        if line is None:
+            self._lines[key] = _Line(deque([found]), deque())
+        elif line.wanted:
+            line.wanted.popleft().found = found
+            if not line.wanted:
+                del self._lines[key]
+        else:
+            line.arrived.append(found)
 
 
 class Sending:

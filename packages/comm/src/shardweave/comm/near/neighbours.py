@@ -1,7 +1,7 @@
 """Notices between the ranks of a host: what lies where in my memory, and what of yours I have read.
 
-One notice to each neighbour is all that a call takes. That it has read what lay in another's memory a rank says with
-its next notice, so places in a region are used in turns, two of them where every call is waited for at once.
+That it has read what lay in another's memory a rank says with its next notice, so places in a region are used in turns,
+two of them where every call is waited for at once.
 
 [Note: A neighbour that is gone]
     The kernel closes a dead process' connections, so who waits for it learns that at once. What it had said before
@@ -28,18 +28,17 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from torch import Tensor
 
+from .circles import Circle
 from .meeting import Contact, meet
-from .messages import Arrival, Line, Messenger
+from .messages import Arrival, Lines, Messenger
 from .region import Region, Window
 
-__all__ = ["Circle", "Neighbours", "Round"]
+__all__ = ["Neighbours"]
 
 _HEADER = struct.Struct("<8sQQQ")
 """Circle, number of the call, offset, bytes; behind it the offsets of what was read, 8 bytes each. Of a message: its
@@ -76,8 +75,7 @@ class Neighbours:
         """Offsets in a peer's region that it is yet to be told of."""
         self._owed: dict[int, int] = dict.fromkeys(contacts, 0)
         """Bytes of messages among them."""
-        self._lines: dict[tuple[int, bytes, int], Line] = {}
-        """Of messages, by peer, group and tag; those of which one end is here and the other is not."""
+        self._lines = Lines()
         self._gone: set[int] = set()
         self._news = threading.Condition()
         self._someone_polls = False
@@ -133,14 +131,8 @@ class Neighbours:
     def place(self, nbytes: int, readers: Sequence[int]) -> int:
         """A place in this rank's region until all ``readers`` have said that they have read it, and this rank, which
         may be the last that does, has called :meth:`let_go`."""
-        readers = [*readers, self._rank]
         with self._news:
-            offset = self._region.take(nbytes, readers, grow=False)
-            if offset is None:
-                self._read_all()
-                offset = self._region.take(nbytes, readers, grow=True)
-        assert offset is not None
-        return offset
+            return self._take(nbytes, [*readers, self._rank])
 
     def tensor(self, rank: int, offset: int, like: Tensor) -> Tensor:
         """What lies in a rank's region, as it is; the rank may be this one."""
@@ -168,6 +160,25 @@ class Neighbours:
         with self._news:
             self._read[peer].append(offset)
 
+    def heard(self, peer: int, key: bytes, number: int) -> bool:
+        """Whether that notice is here."""
+        with self._news:
+            if (peer, key, number) not in self._arrived:
+                self._read_all()
+            return (peer, key, number) in self._arrived
+
+    def hear(self, peer: int, key: bytes, number: int) -> tuple[int, int]:
+        """Waits for that notice; its offset and bytes.
+
+        Raises:
+            RuntimeError: the peer is gone, or did not come in time.
+        """
+        wanted, end = (peer, key, number), time.monotonic() + self._timeout
+        with self._news:
+            while wanted not in self._arrived:
+                self._more(peer, end)
+            return self._arrived.pop(wanted)
+
     # --- for messages
 
     def __contains__(self, peer: int) -> bool:
@@ -178,11 +189,7 @@ class Neighbours:
         with self._news:
             if self._region.places >= _CROWDED:
                 self._read_all()
-            offset = self._region.take(nbytes, (peer,), grow=False)
-            if offset is None:
-                self._read_all()
-                offset = self._region.take(nbytes, (peer,), grow=True)
-            assert offset is not None
+            offset = self._take(nbytes, (peer,))
             _, start = self._region.mapped(offset + nbytes)
             ctypes.memmove(start + offset, address, nbytes)
             sent = self._send(peer, self._notice(peer, key, tag | _MESSAGE, offset, nbytes))
@@ -192,17 +199,8 @@ class Neighbours:
 
     def expect(self, arrival: Arrival) -> None:
         """What comes next of its line is for it."""
-        line = arrival.peer, arrival.key, arrival.tag
         with self._news:
-            waiting = self._lines.get(line)
-            if waiting is None:
-                self._lines[line] = Line(deque(), deque([arrival]))
-            elif waiting.arrived:
-                arrival.found = waiting.arrived.popleft()
-                if not waiting.arrived:
-                    del self._lines[line]
-            else:
-                waiting.wanted.append(arrival)
+            self._lines.expect(arrival)
 
     def is_there(self, arrival: Arrival) -> bool:
         """Whether it is."""
@@ -237,28 +235,16 @@ class Neighbours:
             if len(read) >= _OWED or self._owed[peer] >= _OWED_BYTES:
                 self._tell_what_was_read(peer)
 
-    # --- for circles
-
-    def heard(self, peer: int, key: bytes, number: int) -> bool:
-        """Whether that notice is here."""
-        with self._news:
-            if (peer, key, number) not in self._arrived:
-                self._read_all()
-            return (peer, key, number) in self._arrived
-
-    def hear(self, peer: int, key: bytes, number: int) -> tuple[int, int]:
-        """Waits for that notice; its offset and bytes.
-
-        Raises:
-            RuntimeError: the peer is gone, or did not come in time.
-        """
-        wanted, end = (peer, key, number), time.monotonic() + self._timeout
-        with self._news:
-            while wanted not in self._arrived:
-                self._more(peer, end)
-            return self._arrived.pop(wanted)
-
     # --- with the lock held
+
+    def _take(self, nbytes: int, readers: Iterable[int]) -> int:
+        """The offset of a place until all ``readers`` let go of it. What was let go of is heard before it grows."""
+        offset = self._region.take(nbytes, readers, grow=False)
+        if offset is None:
+            self._read_all()
+            offset = self._region.take(nbytes, readers, grow=True)
+        assert offset is not None
+        return offset
 
     def _more(self, peer: int, end: float) -> None:
         """Reads a notice of ``peer``, or waits for anybody's. RuntimeError: it is gone, or it is later than ``end``."""
@@ -341,25 +327,13 @@ class Neighbours:
             return False
         key, number, offset, nbytes = _HEADER.unpack_from(said)
         if number & _MESSAGE:
-            self._deliver((peer, key, number ^ _MESSAGE), (offset, nbytes))
+            self._lines.deliver((peer, key, number ^ _MESSAGE), (offset, nbytes))
         elif number:
             self._arrived[peer, key, number] = offset, nbytes
         if len(said) > _HEADER.size:
             for (read,) in struct.iter_unpack("<Q", said[_HEADER.size :]):
                 self._region.let_go(read, peer)
         return True
-
-    def _deliver(self, line: tuple[int, bytes, int], found: tuple[int, int]) -> None:
-        """A message, to who asked first, or to be asked for."""
-        waiting = self._lines.get(line)
-        if waiting is None:
-            self._lines[line] = Line(deque([found]), deque())
-        elif waiting.wanted:
-            waiting.wanted.popleft().found = found
-            if not waiting.wanted:
-                del self._lines[line]
-        else:
-            waiting.arrived.append(found)
 
     def _send(self, peer: int, notice: bytes) -> bool:
         """Whether it was sent: to a peer that is gone nothing is, and who waits for it is told."""
@@ -381,122 +355,6 @@ class Neighbours:
             except OSError:
                 return False
         return False
-
-
-@dataclass(frozen=True)
-class Place:
-    """Room in this rank's region that the others of a circle will read."""
-
-    offset: int
-    tensor: Tensor
-
-
-class Circle:
-    """The ranks of one axis, all on this host, as one of them sees them."""
-
-    def __init__(self, neighbours: Neighbours, key: bytes, ranks: tuple[int, ...], rank: int) -> None:
-        self._neighbours, self._key, self._ranks, self._rank = neighbours, key, ranks, rank
-        self._positions = [position for position in range(len(ranks)) if position != rank]
-        """Of the others."""
-        self._others = [ranks[position] for position in self._positions]
-        self._apart: dict[str, Circle] = {}
-
-    def apart(self, kind: str) -> Circle:
-        """The same ranks, for calls of one kind: only those of one kind have a common order."""
-        if kind not in self._apart:
-            key = blake2b(self._key + kind.encode(), digest_size=8).digest()
-            self._apart[kind] = Circle(self._neighbours, key, self._ranks, self._rank)
-        return self._apart[kind]
-
-    def give(self, tensor: Tensor, likes: Sequence[Tensor] | None = None) -> Round:
-        """Copies a contiguous ``tensor``, not empty, to where the others can read it, and says so: see :meth:`tell`."""
-        place = self.place(tensor)
-        place.tensor.copy_(tensor)
-        return self.tell(place, likes)
-
-    def place(self, like: Tensor) -> Place:
-        """Room for what is like a contiguous tensor, not empty; to be filled, and then to be told of."""
-        offset = self._neighbours.place(like.nbytes, self._others)
-        return Place(offset, self._neighbours.tensor(self._ranks[self._rank], offset, like))
-
-    def leave(self, place: Place) -> None:
-        """A place that nobody was told of is free again."""
-        self._neighbours.leave(place.offset)
-
-    def tell(self, place: Place, likes: Sequence[Tensor] | None = None) -> Round:
-        """Says that a place is filled. ``likes``: what each member's is like, where they differ.
-
-        All members call it in one order.
-        """
-        number = self._neighbours.next_number(self._key)
-        self._neighbours.tell(self._others, self._key, number, place.offset, place.tensor.nbytes)
-        return Round(self, number, place, likes or [place.tensor] * len(self._ranks))
-
-    def _tensor(self, position: int, offset: int, like: Tensor) -> Tensor:
-        return self._neighbours.tensor(self._ranks[position], offset, like)
-
-    def _heard(self, position: int, number: int) -> bool:
-        return self._neighbours.heard(self._ranks[position], self._key, number)
-
-    def _hear(self, position: int, number: int) -> tuple[int, int]:
-        return self._neighbours.hear(self._ranks[position], self._key, number)
-
-    def _end(self, place: Place, offsets: Mapping[int, int]) -> None:
-        self._neighbours.let_go(place.offset)
-        for position, offset in offsets.items():
-            self._neighbours.was_read(self._ranks[position], offset)
-
-
-class Round:
-    """What the members of a circle have given: work to wait for."""
-
-    def __init__(self, circle: Circle, number: int, place: Place, likes: Sequence[Tensor]) -> None:
-        self._circle, self._number, self._place = circle, number, place
-        self._likes = likes
-        self._offsets: dict[int, int] = {}
-        """By position, of the others."""
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return all(
-            position in self._offsets or self._circle._heard(position, self._number)
-            for position in self._circle._positions
-        )
-
-    def wait(self) -> bool:
-        """Returns when all have given theirs.
-
-        Raises:
-            RuntimeError: one of them is gone, did not come in time, or gave something of another size.
-        """
-        for position in self._circle._positions:
-            if position not in self._offsets:
-                offset, nbytes = self._circle._hear(position, self._number)
-                if nbytes != (wanted := self._likes[position].nbytes):
-                    raise RuntimeError(
-                        f"rank {self._circle._ranks[position]} gave {nbytes} bytes to a collective in which it should "
-                        f"give {wanted} as this rank calls it: the ranks do not make the same calls; "
-                        "CommOptions(debug=True) tells which they make"
-                    )
-                self._offsets[position] = offset
-        return True
-
-    def parts(self) -> list[Tensor]:
-        """What all gave, in axis order, where it lies: this rank may write to its own until :meth:`end`."""
-        return [
-            self._circle._tensor(position, self._offsets[position], like)
-            if position in self._offsets
-            else self._place.tensor
-            for position, like in enumerate(self._likes)
-        ]
-
-    def again(self) -> Round:
-        """A second round with the same places: this rank has written to its own, and says so. Its end ends both."""
-        return self._circle.tell(self._place, self._likes)
-
-    def end(self) -> None:
-        """Nothing of it is read any more."""
-        self._circle._end(self._place, self._offsets)
 
 
 def _close(connections: Sequence[socket.socket], windows: Sequence[Window], bell: int) -> None:
