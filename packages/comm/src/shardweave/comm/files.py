@@ -1,11 +1,11 @@
-"""Small files that are whole at every moment."""
+"""Small files that are whole at every moment, and names that last."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+__all__ = ["sync_directory", "write_atomically"]
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -23,3 +23,12 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -31,7 +31,7 @@ from shardweave.comm import (
     gather_values,
     sharding_of,
 )
-from shardweave.comm.files import write_atomically
+from shardweave.comm.files import sync_directory, write_atomically
 
 from ..config import TransformerConfig
 from ..shapes import count_parameters
@@ -199,9 +199,9 @@ class _Export:
         )
         if len(self.files) > 1:
             _write_json(self.partial / INDEX, index_json(self.files, self.dtype.itemsize))
-        _sync(self.partial)
+        sync_directory(self.partial)
         self.partial.rename(self.directory)
-        _sync(self.directory.parent)
+        sync_directory(self.directory.parent)
 
     def check_whole(self, written: list[int]) -> None:
         """That all ranks together wrote every element once: parts may be missing, or the axis not the right one."""
@@ -286,11 +286,3 @@ def _tokens(directory: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, values: object) -> None:
     write_atomically(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,6 +28,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from shardweave.comm.files import sync_directory
+
 from .errors import CheckpointError
 from .manifest import FileEntry, Manifest
 
@@ -313,15 +315,6 @@ def _entries(root: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{root} cannot be read: {error.strerror}") from None
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_synced(path: Path, content: bytes) -> None:
