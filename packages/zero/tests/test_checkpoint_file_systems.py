@@ -109,10 +109,13 @@ def test_a_directory_that_vanishes_while_saving_is_named(tmp_path: Path) -> None
     mesh = Mesh(dp=2)
     optimizer, root = trained(mesh), tmp_path / "checkpoints"
     sync = os.fsync
+    other = folder.partial_path(checkpoint_path(root, 2)) / "rank-00000.written.json"
 
     def vanish(descriptor: int) -> None:
         sync(descriptor)
-        shutil.rmtree(root, ignore_errors=True)
+        while not other.exists():  # a file that is made meanwhile would keep its directory
+            time.sleep(0.01)
+        shutil.rmtree(root)
 
     with (
         mock.patch("os.fsync", vanish) if mesh.world.rank == 1 else contextlib.nullcontext(),
