@@ -13,6 +13,7 @@ import torch
 
 from shardweave import comm
 from shardweave.comm import Axis, CommOptions, Mesh, Message, Pending
+from shardweave.comm.files import write_atomically
 from shardweave.comm.near import messages, neighbours
 from shardweave.comm.testing import RankError, run_ranks
 
@@ -159,8 +160,10 @@ def die(seen: Path) -> None:
     mesh = Mesh(pp=2)
     if mesh.pp.rank == 1:
         comm.send(torch.ones(5), mesh.pp, 0)
+        write_atomically(seen.with_name("pid"), str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.3)
+    while not _has_ended(seen.with_name("pid")):
+        time.sleep(0.01)
     assert comm.receive(torch.zeros(5), mesh.pp, 1).eq(1).all()
     begun = time.monotonic()
     for again in range(2):
@@ -171,6 +174,19 @@ def die(seen: Path) -> None:
             comm.receive(torch.zeros(3), mesh.pp, 1, again)
     assert neighbours_of(mesh)._region.places <= 2  # of building the mesh
     seen.write_text(str(time.monotonic() - begun))
+
+
+def _has_ended(pid: Path) -> bool:
+    """Whether the process of this number, if it is there, is gone or waits to be reaped: its connections are closed."""
+    if not pid.exists():
+        return False
+    process = Path("/proc", pid.read_text())
+    try:
+        threads = list((process / "task").iterdir())  # the first may have ended before the others
+        state = (process / "stat").read_text().rpartition(") ")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state[0] in "ZX" and len(threads) <= 1
 
 
 def test_a_peer_that_is_killed_is_told_to_who_sends_and_who_receives(tmp_path: Path) -> None:
